@@ -1,0 +1,1 @@
+"""The parts of the HTTP server that wootz.launch.serve starts."""
