@@ -76,8 +76,9 @@ def result_lines(result: EvaluationResult, pass_at: Sequence[int]) -> list[str]:
 def _row(name: str, part: EvaluationResult, pass_at: Sequence[int]) -> str:
   summary = results.summarise(part, pass_at=pass_at)
   rates = "".join(f"{percent(summary.pass_at[k]):<22}" for k in pass_at)
-  return (f"{name:<20}{summary.tasks:>6}  {percent(summary.greedy):<22}{rates}{summary.mean_tokens:>7.1f}"
-          f"{100 * summary.truncated_share:>4.0f} %{summary.unscored:>9}")
+  return (f"{name:<20}{summary.tasks:>6}  {percent(summary.greedy):<22}{rates}"
+          f"{summary.mean_tokens or 0:>7.1f}{100 * (summary.truncated_share or 0):>4.0f} %"
+          f"{summary.unscored:>9}")
 
 
 def percent(interval: Interval | None) -> str:

@@ -103,7 +103,7 @@ def train_command(python: str, train_flags: Sequence[str]) -> tuple[str, ...]:
       raise ValueError(f"{rest[0]!r} is no flag of wootz.launch.train")
   except flags.Error as error:
     raise ValueError(f"flags of wootz.launch.train: {error}") from error
-  config_flags.parse_overrides(config_flags.load_config(given["config"].value), overrides)
+  config_flags.parse_overrides(config_flags.load_config(str(given["config"].value)), overrides)
   again = [] if "--resume" in others else ["--resume"]
   return (python, "-m", "wootz.launch.train", *train_flags, *again)
 
@@ -124,7 +124,7 @@ def main() -> None:
   cluster = flags.DEFINE_enum("cluster", None, sorted(TEMPLATES), "Which kind.", required=True)
   python = flags.DEFINE_string("python", None, "Interpreter of the job; this one, or the image's python.")
   do_submit = flags.DEFINE_bool("submit", False, "Submit it instead of printing it.")
-  settings = {
+  settings: dict[str, Any] = {
     "name": flags.DEFINE_string("name", "wootz", "Of the job."),
     "directory": flags.DEFINE_string("directory", str(pathlib.Path.cwd()), "Shared working directory.")}
   for field in dataclasses.fields(Job):

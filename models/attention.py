@@ -41,13 +41,17 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Arra
 
 def _attend(query, key, value, mask):
   batch, length, heads, head_dim = query.shape
-  kv_heads = key.shape[1]
-  grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-  scores = jnp.einsum("btkgd,bksd->bkgts", grouped, key, preferred_element_type=jnp.float32)
-  scores = jnp.where(mask[:, None, None], scores / math.sqrt(head_dim), MASKED_SCORE)
-  weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-  mixed = jnp.einsum("bkgts,bksd->btkgd", weights, value)
-  return mixed.reshape(batch, length, heads, head_dim)
+  kv_heads, width = key.shape[1:3]
+  # The queries that share a key head become the rows of one matrix per head, so that both products are
+  # plain batched ones: einsum over the five dimensions makes XLA transpose the scores instead.
+  grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+  rows = grouped.reshape(batch, kv_heads, -1, head_dim)
+  scores = jnp.einsum("bkrd,bksd->bkrs", rows, key, preferred_element_type=jnp.float32)
+  scores = scores.reshape(batch, kv_heads, -1, length, width) / math.sqrt(head_dim)
+  weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED_SCORE), axis=-1)
+  weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, width)
+  mixed = jnp.einsum("bkrs,bksd->bkrd", weights, value)
+  return mixed.reshape(grouped.shape).transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 def causal_mask(lengths: jax.Array, width: int) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import flax.struct
@@ -34,22 +33,26 @@ def linear(x: jax.Array, weight: jax.Array | LoraWeight) -> jax.Array:
 
 
 def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
-  """x [..., in] by matrix [out, in]: [..., out].
+  """x [..., in] by matrix [out, in]: [..., out]."""
+  return jax.lax.platform_dependent(x, matrix, cpu=_multiply_on_cpu, default=_multiply)
 
-  A few rows on a CPU, as in a decode step, are multiplied from the other side: the weights are then
-  the operand that is cut over threads, which takes two thirds of the time.
-  """
-  plain = functools.partial(jnp.einsum, "...i,oi->...o")
-  rows = x.size // x.shape[-1]
-  if not 1 < rows <= _FEW_ROWS:
-    return plain(x, matrix)
 
-  def turned(x, matrix):
-    product = jnp.einsum("oi,ri->or", matrix, x.reshape(rows, -1))
-    # Without the barrier XLA sees through the transposition and turns the product back.
-    return jax.lax.optimization_barrier(product).T.reshape(*x.shape[:-1], matrix.shape[0])
+def _multiply(x, matrix):
+  return jnp.einsum("...i,oi->...o", x, matrix)
 
-  return jax.lax.platform_dependent(x, matrix, cpu=turned, default=plain)
+
+def _multiply_on_cpu(x, matrix):
+  """The same product in the form that XLA's CPU kernels are quick at."""
+  # As one matrix: with more dimensions the weight gradient contracts over two, and XLA copies its
+  # operands against their layout first.
+  flat = x.reshape(-1, x.shape[-1])
+  if 1 < flat.shape[0] <= _FEW_ROWS:
+    # A few rows, as in a decode step: the weights come first, since the first operand is the one that is
+    # cut over threads. Without the barrier XLA would turn the product back.
+    product = jax.lax.optimization_barrier(jnp.einsum("oi,ri->or", matrix, flat)).T
+  else:
+    product = jnp.einsum("ri,oi->ro", flat, matrix)
+  return product.reshape(*x.shape[:-1], matrix.shape[0])
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -45,8 +45,8 @@ class Server:
     routes = [Route("/v1/chat/completions", self.chat, methods=["POST"]),
               Route("/v1/completions", self.text, methods=["POST"]),
               Route("/v1/models", self.models), Route("/health", self.health)]
-    return Starlette(routes=routes, exception_handlers={
-      ApiError: _error, HTTPException: _http_error, Exception: _unforeseen})
+    handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _unforeseen}
+    return Starlette(routes=routes, exception_handlers=handlers)
 
   async def health(self, _: HttpRequest) -> Response:
     return JSONResponse({"status": "ok" if self._worker.alive else "the engine's thread has died"},
