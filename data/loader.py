@@ -135,7 +135,7 @@ def minibatches(store: TrajectoryStore, update: int, *, advantages: Advantages, 
   plan = plan_minibatches(groups, update=update, num_minibatches=num_minibatches, epochs=epochs,
                           seed=seed, row_length=row_length, share_prompt=share_prompt)
   pack = _MinibatchPacker(store, update, row_length, rows_per_microbatch, process_index,
-                          process_count, _num_targets(plan, row_length))
+                          process_count)
   dataset = grain.MapDataset.source(_Plan(plan)).map(pack).to_iter_dataset(
     grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=2 * num_threads))
   digest = _digest(groups, update=update, num_minibatches=num_minibatches, epochs=epochs, seed=seed)
@@ -208,14 +208,6 @@ def _lengths(group: Group) -> GroupLengths:
   return GroupLengths(prompt, tuple(entry.length - prompt for entry, _ in group))
 
 
-def _num_targets(plan: Sequence[PlannedMinibatch], row_length: int) -> int:
-  """One N for the whole update, so that its micro-batches have one shape."""
-  most = max((sum(minibatch.groups[piece.group][member][0].sampled_tokens
-                  for piece in row for member in piece.members)
-              for minibatch in plan for row in minibatch.rows), default=0)
-  return packing.target_bucket(most, row_length)
-
-
 def _digest(groups: Sequence[Group], **order: int) -> str:
   """Names the data and its order: equal exactly when position k means the same minibatch."""
   facts = [(entry.group, entry.sample_index, entry.crc32, advantage)
@@ -246,7 +238,6 @@ class _MinibatchPacker:
   rows_per_microbatch: int
   process_index: int
   process_count: int
-  num_targets: int
 
   def __call__(self, planned: PlannedMinibatch) -> Minibatch:
     mine = planned.rows[self.process_index::self.process_count]
@@ -256,7 +247,7 @@ class _MinibatchPacker:
     microbatches = tuple(
       packing.pack_rows(mine[start:start + self.rows_per_microbatch], samples,
                         row_length=self.row_length, num_rows=self.rows_per_microbatch,
-                        num_targets=self.num_targets)
+                        num_targets=self.row_length)  # one shape for the whole run
       for start in range(0, share, self.rows_per_microbatch))
     return Minibatch(
       update=self.update, epoch=planned.epoch, index=planned.index, microbatches=microbatches,

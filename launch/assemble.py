@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from wootz.data import chat
+from wootz.data.records import Task
 from wootz.data.task_pool import TaskPool
 from wootz.data.tokenizer import Tokenizer, from_gguf_metadata, from_hf
-from wootz.launch.config import Config, LearnerSection, ModelSection
+from wootz.launch.config import Config, ConfigError, LearnerSection, ModelSection
 from wootz.models import gguf, hf, lora, pretrained, published, transformer
 from wootz.models.config import ModelConfig
 from wootz.models.params import Tree, init_params
@@ -41,11 +43,11 @@ def load_base_model(path: str) -> BaseModel:
   """A model by known name, GGUF file or Hugging Face folder. ValueError names what it could be."""
   place = pathlib.Path(KNOWN_MODELS[path]() if path in KNOWN_MODELS else path)
   if place.is_dir():
-    model = hf.load_hf(place)
-    return BaseModel(model.config, model.params, from_hf(place))
+    folder = hf.load_hf(place)
+    return BaseModel(folder.config, folder.params, from_hf(place))
   if place.suffix == ".gguf" and place.is_file():
-    model = gguf.load_gguf(place)
-    return BaseModel(model.config, model.params, from_gguf_metadata(model.metadata))
+    file = gguf.load_gguf(place)
+    return BaseModel(file.config, file.params, from_gguf_metadata(file.metadata))
   raise ValueError(f"model.path {path!r} is neither a known model ({', '.join(KNOWN_MODELS)}), a .gguf "
                    "file nor a folder in Hugging Face's layout")
 
@@ -146,14 +148,25 @@ def make_plan(config: Config, domain: Domain, schedule: Any) -> loop.Plan:
     tasks_per_update=rollout.tasks_per_update,
     sampling=Sampling(num_samples=rollout.samples_per_task, temperature=rollout.temperature,
                       max_new_tokens=rollout.max_new_tokens, top_k=rollout.top_k,
-                      top_p=rollout.top_p),
+                      top_p=rollout.top_p, stop_strings=rollout.stop_strings),
     packing=learning.Packing(learner.row_length, learner.rows_per_microbatch, learner.minibatches,
                              learner.epochs),
     curriculum_mode=rollout.curriculum,
     suite=suite.Suite(
       suite.choose_tasks(domain, held_out=evaluation.held_out_tasks, unseen=evaluation.unseen_tasks),
-      evaluation.samples_per_task, evaluation.temperature, evaluation.max_new_tokens),
+      evaluation.samples_per_task, evaluation.sampled_tasks, evaluation.temperature,
+      evaluation.max_new_tokens, evaluation.stop_strings),
     checkpoint_every=config.checkpoint.every_updates, learning_rate=schedule)
+
+
+def check_lengths(config: Config, model: BaseModel, tasks: Sequence[Task]) -> None:
+  """Raises ConfigError when a prompt and its longest completion do not fit a packed row."""
+  longest = max(len(chat.render_chat(model.tokenizer, task.messages)) for task in tasks)
+  need = min(longest + config.rollout.max_new_tokens, model.config.max_positions)
+  if need > config.learner.row_length:
+    raise ConfigError(
+      f"learner.row_length is {config.learner.row_length}: the longest prompt has {longest} tokens and "
+      f"rollout.max_new_tokens is {config.rollout.max_new_tokens}, so at least {need} are needed")
 
 
 def make_task_pool(config: Config) -> tuple[Domain, TaskPool]:

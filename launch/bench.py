@@ -53,8 +53,8 @@ def _add_grpo(parser: argparse.ArgumentParser) -> None:
   add("--peer_batch", type=_positive, default=8, help="TRL's per_device_train_batch_size")
   add("--peer_checkpointing", action=argparse.BooleanOptionalAction, default=False,
       help="TRL's gradient_checkpointing: slower, less memory")
-  add("--remat", action=argparse.BooleanOptionalAction, default=True,
-      help="Wootz's learner.remat: slower, less memory")
+  add("--remat", choices=("none", "elementwise", "full"), default="none",
+      help="Wootz's learner.remat: more is slower and takes less memory")
   add("--output", type=pathlib.Path, help="file for all figures, as JSON")
 
 

@@ -88,7 +88,7 @@ class _Section:
 class ModelSection(_Section):
   """Which weights are trained, and how."""
 
-  path: str = "smollm2-135m-instruct"  # a known model's name, or the path of a GGUF file
+  path: str = "smollm2-135m-instruct"  # a known name, a GGUF file, or a folder in Hugging Face's layout
   lora_rank: int = 0  # 0 trains all parameters
   lora_targets: tuple[str, ...] = ("query", "value")  # parameters that get an adapter
   compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: what suits the platform
@@ -106,7 +106,7 @@ class ModelSection(_Section):
 class DomainSection(_Section):
   """Where tasks and grades come from."""
 
-  name: str = "python_functions"  # a folder of post_training/domains
+  name: str = "python_functions"  # a name in the registry of post_training/domains/base.py
 
   label = "domain."
 
@@ -124,6 +124,7 @@ class RolloutSection(_Section):
   temperature: float = 1.0  # 1 samples from the model's own distribution
   top_k: int = 0  # tokens kept; 0 keeps all
   top_p: float = 1.0  # probability mass kept; 1 keeps all
+  stop_strings: tuple[str, ...] = ()  # a sample ends with the token that completes one of them
   slots: int = 32  # sequences decoded at once
   curriculum: Literal["uniform", "learnable"] = "uniform"  # all alike, or by measured pass rate
 
@@ -141,9 +142,8 @@ class RolloutSection(_Section):
 class LearnerSection(_Section):
   """How sampled and graded groups become new weights."""
 
-  method: Literal["grpo"] = "grpo"  # the policy-gradient method
   learning_rate: float = 1e-5  # the schedule's peak
-  schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up; others end at 0
+  schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up; others fall to 0
   warmup_updates: int = 0  # updates over which the rate rises from 0
   adam_b1: float = 0.9  # decay of the first moment
   adam_b2: float = 0.999  # decay of the second moment
@@ -165,7 +165,7 @@ class LearnerSection(_Section):
   minibatches: int = 1  # optimizer steps per epoch
   row_length: int = 1024  # tokens of a packed row: a prompt and completions that share it
   rows_per_microbatch: int = 1  # rows per forward; changes memory and speed, not the result
-  remat: bool = True  # recompute activations in the backward pass, to save memory
+  remat: Literal["none", "elementwise", "full"] = "full"  # what the backward pass computes again
 
   label = "learner."
 
@@ -179,6 +179,8 @@ class LearnerSection(_Section):
     self._require("clip_low", 0 < self.clip_low < 1, "in (0, 1)")
     self._require("importance_low", 0 <= self.importance_low <= self.importance_high,
                   "between 0 and learner.importance_high")
+    if self.importance_rule == "truncate":
+      self._require("importance_low", self.importance_low == 0, "0 unless learner.importance_rule is 'mask'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,15 +190,17 @@ class EvaluationSection(_Section):
   held_out_tasks: int = 256  # tasks of the trained families that training never sees
   unseen_tasks: int = 64  # tasks of the families that training never sees
   samples_per_task: int = 4  # drawn samples beside the greedy one; 0 leaves sampling out
+  sampled_tasks: int = 320  # tasks that samples are drawn of, at even distances through all
   pass_at: tuple[int, ...] = (1, 4)  # the k of pass@k
   temperature: float = 0.8  # of the drawn samples
   max_new_tokens: int = 96  # tokens
+  stop_strings: tuple[str, ...] = ()  # as rollout.stop_strings
 
   label = "evaluation."
 
   def _check(self) -> None:
     self._require_at_least(1, "held_out_tasks", "max_new_tokens")
-    self._require_at_least(0, "unseen_tasks", "samples_per_task")
+    self._require_at_least(0, "unseen_tasks", "samples_per_task", "sampled_tasks")
     self._require("temperature", self.temperature > 0, "above 0: greedy is always run beside it")
     if self.samples_per_task:
       self._require("pass_at", all(1 <= k <= self.samples_per_task for k in self.pass_at),
@@ -248,7 +252,7 @@ class Config(_Section):
 
   def _check(self) -> None:
     _check_groups(self.rollout, self.learner)
-    if self.learner.warmup_updates > self.run.updates:
+    if self.learner.warmup_updates >= self.run.updates:
       raise ConfigError(
         f"learner.warmup_updates is {self.learner.warmup_updates} but run.updates is "
         f"{self.run.updates}: the peak rate would never be reached")

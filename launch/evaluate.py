@@ -38,7 +38,8 @@ def make_suite(config: Config) -> suite.Suite:
   section = config.evaluation
   tasks = suite.choose_tasks(get_domain(config.domain.name), held_out=section.held_out_tasks,
                              unseen=section.unseen_tasks)
-  return suite.Suite(tasks, section.samples_per_task, section.temperature, section.max_new_tokens)
+  return suite.Suite(tasks, section.samples_per_task, section.sampled_tasks, section.temperature,
+                     section.max_new_tokens, section.stop_strings)
 
 
 def read_result(path: str) -> EvaluationResult:

@@ -23,7 +23,7 @@ import optax
 from absl import app, flags
 
 from wootz.data.packing import PackedRows
-from wootz.models import params
+from wootz.models import params, transformer
 from wootz.models.config import ModelConfig
 from wootz.models.families import llama
 from wootz.post_training.learn.grpo import PolicyBatch, grpo_objective
@@ -32,9 +32,9 @@ from wootz.post_training.learn.optimizer import adamw
 from wootz.post_training.learn.step import (
   Accumulated,
   TrainState,
+  add_microbatch,
   apply_update,
   init_state,
-  next_microbatch,
 )
 from wootz.sharding import mesh as meshes
 from wootz.sharding import plan as planner
@@ -48,7 +48,7 @@ _BATCH = flags.DEFINE_integer("batch", 8, "Rows of a micro-batch, on all devices
 _SEQUENCE = flags.DEFINE_integer("sequence", 1024, "Tokens of a row.", lower_bound=2)
 _DTYPE = flags.DEFINE_enum("compute_dtype", "bfloat16", ["bfloat16", "float32"],
                            "Of activations; weights and optimizer state are float32.")
-_REMAT = flags.DEFINE_bool("remat", True, "Recompute each layer in the backward pass.")
+_REMAT = flags.DEFINE_enum("remat", "full", transformer.REMAT, "What the backward pass computes again.")
 _HARDWARE = flags.DEFINE_enum("hardware", None, planner.gpu_names(), "GPU to compile for.")
 
 
@@ -82,7 +82,7 @@ def model_config(name: str) -> ModelConfig:
 
 # ---- shapes --------------------------------------------------------------------------------------
 
-def loss_function(config: ModelConfig, *, num_sequences: int, compute_dtype: Any, remat: bool):
+def loss_function(config: ModelConfig, *, num_sequences: int, compute_dtype: Any, remat: str):
   """The learner's GRPO loss of all parameters."""
   def loss(weights, frozen, batch):
     del frozen  # nothing is: all parameters are trained
@@ -190,7 +190,7 @@ def format_bytes(count: int) -> str:
 
 
 def make_report(config: ModelConfig, mesh: jax.sharding.Mesh, *, batch: int, length: int,
-                compute_dtype: Any, remat: bool, capacity: int | None = None) -> Report:
+                compute_dtype: Any, remat: str, capacity: int | None = None) -> Report:
   """Compiles the learner's two programs for the mesh and reads off what they take."""
   optimizer = adamw(optax.constant_schedule(1e-5), max_gradient_norm=1.0)
   state = abstract_state(config, optimizer, mesh)
@@ -199,7 +199,7 @@ def make_report(config: ModelConfig, mesh: jax.sharding.Mesh, *, batch: int, len
       config, num_sequences=-(-batch * length // 16), compute_dtype=compute_dtype, remat=remat)
   with jax.set_mesh(mesh):
     sums = abstract_sums(state, policy_batch, loss_fn, mesh)
-    microbatch = planner.plan(next_microbatch, sums, state.params, None, policy_batch,
+    microbatch = planner.plan(add_microbatch, sums, state.params, None, policy_batch,
                               static={"loss_fn": loss_fn})
     update = planner.plan(apply_update, state, sums, static={"optimizer": optimizer})
   return Report(

@@ -38,13 +38,14 @@ def sample_graded(config: Config, weights: program.Weights, tasks: Sequence[Task
   section, domain = config.rollout, get_domain(config.domain.name)
   if num_samples < 1:
     raise ValueError(f"--samples={num_samples}: at least one sample per task is needed")
-  sampling = Sampling(num_samples, section.temperature, section.max_new_tokens, section.top_k, section.top_p)
+  sampling = Sampling(num_samples, section.temperature, section.max_new_tokens, section.top_k, section.top_p,
+                      section.stop_strings)
   generate = program.generator(weights, slots=section.slots)
   size = max(1, 2 * section.slots // num_samples)
   for start in range(0, len(tasks), size):
     yield collect(generate, tasks[start:start + size], domain=domain, tokenizer=weights.tokenizer,
-                  kinds=[sampling], seed=config.run.seed, update=UPDATE, weight_version=weights.updates,
-                  on_grade=on_grade)[0]
+                  kinds=lambda task: (sampling,), seed=config.run.seed, update=UPDATE,
+                  weight_version=weights.updates, on_grade=on_grade)[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
   python -m wootz.launch.train --config=quickstart --config.run.directory=runs/mine
 
 Exit status: 0 done and the gate keeps the weights; 1 wrong configuration or a failure, named; 3 done, but
-the evaluation does not show a gain, and the weights are not exported; 75 stopped by SIGTERM or SIGINT
+the evaluation cannot rule out a loss, and the weights are not exported; 75 stopped by SIGTERM or SIGINT
 with everything saved (run the same command with --resume).
 """
 
@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pathlib
+import shutil
 import sys
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 
 from wootz.data.store import TrajectoryStore, TrajectoryWriter
-from wootz.launch import assemble, config_flags
+from wootz.launch import assemble, config_flags, program
 from wootz.launch import config as configs
 from wootz.launch.config import Config, ConfigError
 from wootz.models import hf
+from wootz.models.params import Tree
 from wootz.post_training import loop
 from wootz.post_training.checkpoint import Checkpointer
 from wootz.post_training.evaluate import environment, report, results
@@ -33,38 +34,30 @@ from wootz.post_training.metrics import MetricsWriter
 from wootz.post_training.preemption import EXIT_PREEMPTED, Preempted, StopSignal
 from wootz.post_training.progress import Progress
 
-EXIT_FAILED = 1
 EXIT_ROLLED_BACK = 3
-EXPORT_FOLDER = "model"
-COMPILATION_CACHE = pathlib.Path(os.environ.get("WOOTZ_CACHE", "~/.cache/wootz")).expanduser() / "xla"
-
-_CONFIG = config_flags.ConfigFlag(default="quickstart")
-_RESUME = flags.DEFINE_bool(
-  "resume", False, "Continue the run in the config's directory; the same as --config.run.resume. An "
-  "empty directory starts a fresh run.")
 
 
-def main(_: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)
-  jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-  try:
-    sys.exit(train(_CONFIG.value, resume=_RESUME.value or _CONFIG.value.run.resume))
-  except (ConfigError, FileExistsError) as error:
-    print(f"wootz: {error}", file=sys.stderr)
-    sys.exit(EXIT_FAILED)
+def main() -> None:
+  config = config_flags.ConfigFlag(default="quickstart")
+  resume = flags.DEFINE_bool(
+    "resume", False, "Continue the run in the config's directory; the same as --config.run.resume. An empty "
+    "directory starts a fresh run.")
+  program.run(lambda: train(config.value, resume=resume.value or config.value.run.resume), config.parse)
 
 
 def train(config: Config, *, resume: bool) -> int:
   """Runs a configuration to its end; returns the exit status."""
-  directory, used = claim_directory(config, resume=resume)
-  model = assemble.load_base_model(config.model.path)
-  domain, pool = assemble.make_task_pool(config)
-  recipe = assemble.make_recipe(lora_rank=config.model.lora_rank)
-  learner, schedule = assemble.make_learner(model, recipe, config)
-  plan = assemble.make_plan(config, domain, schedule)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(StopSignal())
+    directory, used = check_directory(config, resume=resume)
+    domain, pool = assemble.make_task_pool(config)
+    domain.check()
+    model = assemble.load_base_model(config.model.path)
+    assemble.check_lengths(config, model, pool.tasks)
+    recipe = assemble.make_recipe(lora_rank=config.model.lora_rank)
+    learner, schedule = assemble.make_learner(model, recipe, config)
+    plan = assemble.make_plan(config, domain, schedule)
+    claim_directory(directory, config)  # nothing is written before all of this has passed
     writer = stack.enter_context(TrajectoryWriter(directory / loop.STORE_FOLDER, resume=used))
     store = TrajectoryStore(directory / loop.STORE_FOLDER)
     checkpointer = stack.enter_context(
@@ -75,7 +68,9 @@ def train(config: Config, *, resume: bool) -> int:
       MetricsWriter(directory, next_update=state.update + 1 if used else None))
     progress = stack.enter_context(
       Progress(config.run.updates, title=f"wootz {directory.name}", first_update=state.update))
-    out = loop.Outputs(writer, store, checkpointer, metrics, progress, stop)
+    # What was restored is on disk: saving it again would first set the good copy aside.
+    saved = state.update if state.update in checkpointer.steps() else None
+    out = loop.Outputs(writer, store, checkpointer, metrics, progress, stop, saved)
     try:
       state = loop.run(plan, policy, domain, pool, learner, state, out)
     except Preempted as signal:
@@ -83,8 +78,7 @@ def train(config: Config, *, resume: bool) -> int:
       return EXIT_PREEMPTED
     decision = judge(directory)
     if decision.action == Action.KEEP:
-      params = recipe.plain_params(state.train.params, policy.frozen)
-      hf.save_hf(directory / EXPORT_FOLDER, jax.device_get(params), model.config, model.tokenizer)
+      export(directory / program.EXPORT_FOLDER, recipe.plain_params(state.train.params, policy.frozen), model)
   return finish(directory, decision)
 
 
@@ -101,8 +95,8 @@ def start(model: assemble.BaseModel, recipe: assemble.Recipe, learner: Learner, 
   return policy, state
 
 
-def claim_directory(config: Config, *, resume: bool) -> tuple[pathlib.Path, bool]:
-  """The run's directory with its configuration in it, and whether a run was there before.
+def check_directory(config: Config, *, resume: bool) -> tuple[pathlib.Path, bool]:
+  """The run's directory, and whether a run was there before. Writes nothing.
 
   Raises ConfigError for a used directory without `resume`, or with another configuration.
   """
@@ -119,10 +113,24 @@ def claim_directory(config: Config, *, resume: bool) -> tuple[pathlib.Path, bool
     if changed:
       raise ConfigError(f"the run in {directory} was started with other settings: {'; '.join(changed)}. "
                         "Resume it with its own, or start another run elsewhere")
+  return directory, used
+
+
+def claim_directory(directory: pathlib.Path, config: Config) -> None:
+  """Writes the configuration and the versions in use into the run's directory."""
   directory.mkdir(parents=True, exist_ok=True)
   _write(directory / report.VERSIONS_FILE, json.dumps(environment.versions(), indent=2))
-  _write(path, configs.to_json(config))
-  return directory, used
+  _write(directory / report.CONFIG_FILE, configs.to_json(config))
+
+
+def export(folder: pathlib.Path, params: Tree, model: assemble.BaseModel) -> None:
+  """The weights in Hugging Face's layout, whole or not at all: a kill leaves no half model there."""
+  if folder.exists():
+    return  # an earlier life of this run has written these very weights
+  aside = folder.with_name(folder.name + ".new")
+  shutil.rmtree(aside, ignore_errors=True)
+  hf.save_hf(aside, jax.device_get(params), model.config, model.tokenizer)
+  aside.rename(folder)
 
 
 def _write(path: pathlib.Path, text: str) -> None:
@@ -145,11 +153,11 @@ def finish(directory: pathlib.Path, decision: Decision) -> int:
   print(decision.reason)
   print(f"report: {page}")
   if decision.action == Action.KEEP:
-    print(f"weights (Hugging Face layout): {directory / EXPORT_FOLDER}")
+    print(f"weights (Hugging Face layout): {directory / program.EXPORT_FOLDER}")
     return 0
-  print("the evaluation does not show a gain: the weights stay in the checkpoints and are not exported")
+  print("the evaluation cannot rule out a loss: the weights stay in the checkpoints and are not exported")
   return EXIT_ROLLED_BACK
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=_CONFIG.parse)
+  main()

@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv 2106.09685): declared beside the model's parameters, merged for sampling and export."""
+"""Low-rank adapters (arXiv 2106.09685): declared beside the parameters, merged for sampling and export."""
 
 from __future__ import annotations
 

@@ -15,6 +15,12 @@ from wootz.sharding.rules import constrain
 # One layer's keys and values, each [B, kv_heads, S, head_dim]: entry s belongs to position s.
 LayerCache = tuple[jax.Array, jax.Array]
 
+_REMAT_POLICIES = {
+  "elementwise": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+REMAT = ("none", *_REMAT_POLICIES)
+
 
 def forward(
   params: Tree,
@@ -25,7 +31,7 @@ def forward(
   mask: jax.Array,
   cache: Any = None,
   compute_dtype: Any = jnp.float32,
-  remat: bool = False,
+  remat: str = "none",
 ) -> tuple[jax.Array, Any]:
   """Runs the decoder on B rows of T tokens.
 
@@ -40,7 +46,8 @@ def forward(
       tokens' keys and values are written at their positions before attention reads it. Positions outside
       0..S-1 are not written.
     compute_dtype: dtype of activations and of the weights as they are used.
-    remat: recompute each layer in the backward pass instead of keeping its activations.
+    remat: what the backward pass computes again instead of keeping it: "none" keeps all activations,
+      "elementwise" keeps the matrix products only, "full" keeps each layer's input only.
 
   Returns:
     The normed hidden states, [B, T, hidden_size] in compute_dtype, and the updated cache (None if none).
@@ -56,8 +63,8 @@ def forward(
     x = x + layers.gated_mlp(normed, weights["gate"], weights["up"], weights["down"])
     return constrain(x, ("batch", "length", "act_embed")), layer_cache
 
-  if remat:
-    layer = jax.checkpoint(layer)
+  if remat != "none":
+    layer = jax.checkpoint(layer, policy=_REMAT_POLICIES[remat])
   x, cache = _run_layers(layer, x, params["layers"], cache)
   return layers.rms_norm(x, params["final_norm"], config.norm_eps), cache
 

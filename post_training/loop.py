@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from wootz.data import curriculum
 from wootz.data.curriculum import CurriculumState
 from wootz.data.records import Outcome, Task, Trajectory
@@ -25,7 +23,7 @@ from wootz.post_training.evaluate import report, results
 from wootz.post_training.evaluate import suite as suites
 from wootz.post_training.learn import learner as learning
 from wootz.post_training.learn.step import TrainState
-from wootz.post_training.metrics import MetricsWriter
+from wootz.post_training.metrics import MetricsWriter, mean_of
 from wootz.post_training.preemption import Preempted, StopSignal
 from wootz.post_training.progress import Progress
 from wootz.post_training.rollout.collect import Sampling, Seconds, collect
@@ -95,6 +93,7 @@ def run(plan: Plan, policy: Policy, domain: Domain, pool: TaskPool, learner: lea
         state: RunState, out: Outputs) -> RunState:
   """Runs from `state` to the last update. Raises Preempted, with all saved, when told to stop."""
   try:
+    out.stop.check()
     _evaluate_once(plan, policy, domain, state, out, report.BEFORE_FILE)
     while state.update < plan.updates:
       state = _update(plan, policy, domain, pool, learner, state, out)
@@ -125,10 +124,15 @@ def _update(plan, policy, domain, pool, learner, state: RunState, out: Outputs) 
   metrics = {**rollout_metrics(trajectories), **learned, "sampling_seconds": seconds.sampling,
              "grading_seconds": seconds.grading, "learning_seconds": ended - sampled,
              "seconds": ended - started, "peak_memory_gib": _peak_memory_gib(),
-             "learning_rate": float(plan.learning_rate(int(train.step) - 1))}
-  metrics["tokens_per_second"] = metrics["sampled_tokens"] / metrics["seconds"]
+             # None where no step was taken, and where the samples are those of an earlier life.
+             "learning_rate": float(plan.learning_rate(int(train.step) - 1)) if learned["optimizer_updates"]
+                              else None,
+             "tokens_per_second": sum(t.loss_mask.sum() for t in trajectories) / (ended - started)
+                                  if seconds.sampling else None}
   update = state.update + 1
-  found = alerts.check(metrics)
+  # Truncated to top-k or top-p, the sampler's distribution is another than the learner's, by design.
+  whole = plan.sampling.top_k == 0 and plan.sampling.top_p == 1
+  found = alerts.check(metrics, **({} if whole else {"max_logprob_gap": float("inf")}))
   out.metrics.write(update, metrics, alerts.as_texts(found))
   out.progress.update(update, metrics)
   for alert in found:
@@ -146,7 +150,7 @@ def _sample(plan, policy, domain, state: RunState, tasks: Sequence[Task],
   graded = _Countdown(out, f"update {state.update + 1}: sampling and grading", total)
   trajectories, seconds = collect(
     _stoppable(policy, state, out), tasks, domain=domain, tokenizer=policy.tokenizer,
-    kinds=[plan.sampling], seed=plan.seed, update=state.update,
+    kinds=lambda task: (plan.sampling,), seed=plan.seed, update=state.update,
     weight_version=int(state.train.step), on_grade=graded)
   out.writer.write(trajectories)
   out.writer.commit()
@@ -167,6 +171,7 @@ class _Countdown:
   """Shows each graded trajectory, and how many are still to come."""
 
   def __init__(self, out: Outputs, name: str, total: int) -> None:
+    """`total`: trajectories to come."""
     self._out, self._name, self._total, self._done = out, name, total, 0
     out.progress.phase(name, done=0, total=total)
 
@@ -182,7 +187,11 @@ def _evaluate_once(plan, policy, domain, state: RunState, out: Outputs, file_nam
   path = plan.directory / file_name
   if path.exists():
     return
+  if file_name == report.BEFORE_FILE and state.update:
+    raise FileNotFoundError(f"{path} is gone, and these weights are no longer the base model's: bring it "
+                            "back, or start another run")
   name = "evaluating the base model" if file_name == report.BEFORE_FILE else "evaluating"
+  out.progress.message(f"{name}: {plan.suite.num_completions} completions of {len(plan.suite.tasks)} tasks")
   result = suites.evaluate(
     _stoppable(policy, state, out), plan.suite, domain=domain, tokenizer=policy.tokenizer,
     seed=plan.seed, update=state.update,
@@ -201,14 +210,14 @@ def _save(state: RunState, out: Outputs) -> None:
   out.saved = state.update
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-  """What one update's samples say. Samples without a score count in `infra_lost_share` alone."""
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | None]:
+  """What one update's samples say. Those without a score are counted, and in no mean of scores."""
   scored = [t for t in trajectories if t.grade.score is not None]
   lengths = [int(t.loss_mask.sum()) for t in trajectories]
-  count, total = max(len(scored), 1), max(len(trajectories), 1)
+  total = max(len(trajectories), 1)
   return {
-    "reward": sum(t.grade.score for t in scored) / count,
-    "pass_rate": sum(t.grade.outcome == Outcome.SOLVED for t in scored) / count,
+    "reward": mean_of(t.grade.score for t in scored).value,
+    "pass_rate": mean_of(t.grade.outcome == Outcome.SOLVED for t in scored).value,
     "completion_length": sum(lengths) / total,
     "truncated_share": sum(t.finish_reason == "length" for t in trajectories) / total,
     "sampled_tokens": float(sum(lengths)),

@@ -26,6 +26,7 @@ DESCRIPTIONS: Mapping[str, str] = {
   "ratio": "mean probability ratio of new to old policy on sampled tokens",
   "clip_fraction": "share of sampled tokens whose ratio was clipped",
   "kl": "KL from the base model per sampled token, nats",
+  "kl_behavior": "KL from the policy that sampled, per token, nats",
   "entropy": "entropy of the policy per sampled token, nats",
   "logprob_gap": "mean difference of sampler and learner logprobs, nats",
   "gradient_norm": "global norm of the gradient before clipping",
@@ -39,6 +40,8 @@ DESCRIPTIONS: Mapping[str, str] = {
   "grading_seconds": "wall time spent grading",
   "learning_seconds": "wall time spent learning",
   "seconds": "wall time of the whole update",
+  "optimizer_updates": "optimizer updates done in the update; 0 when every group was flat",
+  "peak_memory_gib": "largest memory of the process so far, GiB",
   "tampered": "attempts that tried to forge their grade",
   "infra_lost_share": "share of samples without a score (infra_lost, unscorable)",
 }

@@ -45,7 +45,7 @@ class Work:
   seed: int
   learning_rate: float = 1e-5
   letters: str = LETTERS
-  remat: bool = True  # wootz: recompute activations in the backward pass
+  remat: str = "none"  # wootz: what the backward pass computes again
   peer_batch: int = 8  # trl: samples in one forward and backward pass
   peer_checkpointing: bool = False  # trl: recompute activations in the backward pass
 

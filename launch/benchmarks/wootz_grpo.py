@@ -25,13 +25,13 @@ from wootz.data.store import TrajectoryStore, TrajectoryWriter
 from wootz.launch import assemble
 from wootz.launch import config as configs
 from wootz.launch.benchmarks import sides
-from wootz.launch.train import COMPILATION_CACHE
+from wootz.launch.program import COMPILATION_CACHE
 from wootz.post_training.evaluate import environment
 from wootz.post_training.learn import learner as learning
 from wootz.post_training.learn import step as steps
 from wootz.post_training.rollout.collect import Sampling, collect
 
-ROW_BUCKET = 64
+ROW_BUCKET = 16
 
 
 def character_reward(text: str, letters: str) -> float:
@@ -132,7 +132,7 @@ def one_step(parts: Parts, state: steps.TrainState, update: int) -> tuple[steps.
   started = time.monotonic()
   trajectories, seconds = collect(
     generate, parts.domain.tasks_given, domain=parts.domain, tokenizer=parts.policy.tokenizer,
-    kinds=[parts.sampling], seed=parts.seed, update=update, weight_version=update)
+    kinds=lambda task: (parts.sampling,), seed=parts.seed, update=update, weight_version=update)
   parts.writer.write(trajectories)
   parts.writer.commit()
   parts.store.refresh()

@@ -8,16 +8,23 @@ report.html, which compares held-out and unseen tasks before and after.
 
 from wootz.launch import config
 
+# A closed code block: what a model writes behind it is not graded, so it is not sampled. With one line
+# break less it would also match where a block without a language opens.
+CLOSED = ("\n```\n\n",)
+
 
 def get_config() -> config.Config:
   return config.Config(
     model=config.ModelSection(path="smollm2-135m-instruct"),
     domain=config.DomainSection(name="python_functions"),
     rollout=config.RolloutSection(
-      tasks_per_update=4, samples_per_task=8, max_new_tokens=64, slots=32),
-    learner=config.LearnerSection(method="grpo", learning_rate=1e-5, row_length=768),
+      tasks_per_update=4, samples_per_task=8, max_new_tokens=48, temperature=0.7,
+      stop_strings=CLOSED, slots=64),
+    learner=config.LearnerSection(
+      learning_rate=1.5e-5, row_length=448, remat="elementwise"),
     evaluation=config.EvaluationSection(
-      held_out_tasks=256, unseen_tasks=64, samples_per_task=4, pass_at=(1, 4), max_new_tokens=64),
-    checkpoint=config.CheckpointSection(every_updates=2, keep=2),
-    run=config.RunSection(directory="runs/quickstart", seed=0, updates=10),
+      held_out_tasks=216, unseen_tasks=64, samples_per_task=4, sampled_tasks=48, pass_at=(1, 4),
+      max_new_tokens=48, stop_strings=CLOSED),
+    checkpoint=config.CheckpointSection(every_updates=8, keep=2),
+    run=config.RunSection(directory="runs/quickstart", seed=0, updates=18),
   )

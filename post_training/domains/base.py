@@ -29,6 +29,10 @@ class Domain(Protocol):
     """The tasks of one of `SPLITS`, in an order that is equal in every run and process."""
     ...
 
+  def check(self) -> None:
+    """Raises, naming the remedy, when this machine cannot grade; called before a run begins."""
+    ...
+
   def grade(self, task: Task, completion_text: str) -> Grade:
     """The typed verdict on one completion. A grader that breaks gives `unscorable`, not a 0."""
     ...

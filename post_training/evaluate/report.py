@@ -31,6 +31,7 @@ _TEXT_LIMIT = 4000  # characters shown of one prompt or completion
 _CURVES = (  # metric, title, whether it is a share
   ("reward", "Reward", False), ("pass_rate", "Pass rate", True),
   ("flat_groups", "Flat groups", True), ("kl", "KL from the base model", False),
+  ("kl_behavior", "KL from the sampling policy", False), ("ratio", "Probability ratio", False),
   ("clip_fraction", "Clip fraction", True), ("entropy", "Entropy", False),
   ("gradient_norm", "Gradient norm", False), ("logprob_gap", "Sampler/learner gap", False),
   ("loss", "Loss", False), ("completion_length", "Completion length", False),

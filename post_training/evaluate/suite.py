@@ -13,18 +13,27 @@ from wootz.post_training.evaluate import results
 from wootz.post_training.evaluate.results import EvaluationResult, SampleResult, TaskResult
 from wootz.post_training.rollout.collect import Generate, Sampling, collect
 
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
   """Which tasks an evaluation runs, and how it draws."""
 
   tasks: tuple[Task, ...]
   samples_per_task: int  # drawn beside the greedy one
+  sampled_tasks: int  # tasks that samples are drawn of, spread evenly; all where there are fewer
   temperature: float  # of the drawn ones
   max_new_tokens: int
+  stop_strings: tuple[str, ...] = ()
 
   @property
   def num_completions(self) -> int:
-    return len(self.tasks) * (1 + self.samples_per_task)
+    return len(self.tasks) + len(self.sampled) * self.samples_per_task
+
+  @property
+  def sampled(self) -> frozenset[str]:
+    """Ids of the tasks that samples are drawn of, at even distances, so that all kinds are among them."""
+    count = min(self.sampled_tasks, len(self.tasks)) if self.samples_per_task else 0
+    return frozenset(self.tasks[index * len(self.tasks) // count].id for index in range(count))
 
 
 EVALUATION_UPDATE = 0  # label in the seeds: the same draws before and after, so that they pair up
@@ -56,12 +65,14 @@ def evaluate(
   Both kinds go to the engine together, so that a task's prompt is prefilled once for all of them.
   """
   started = time.monotonic()
-  kinds = [Sampling(num_samples=1, temperature=0.0, max_new_tokens=suite.max_new_tokens)]
-  if suite.samples_per_task:
-    kinds.append(Sampling(num_samples=suite.samples_per_task, temperature=suite.temperature,
-                          max_new_tokens=suite.max_new_tokens))
+  greedy = Sampling(num_samples=1, temperature=0.0, max_new_tokens=suite.max_new_tokens,
+                    stop_strings=suite.stop_strings)
+  drawn = Sampling(num_samples=suite.samples_per_task, temperature=suite.temperature,
+                   max_new_tokens=suite.max_new_tokens, stop_strings=suite.stop_strings)
+  sampled = suite.sampled
   graded, _ = collect(
-    generate, suite.tasks, domain=domain, tokenizer=tokenizer, kinds=kinds, seed=seed,
+    generate, suite.tasks, domain=domain, tokenizer=tokenizer, seed=seed,
+    kinds=lambda task: (greedy, drawn) if task.id in sampled else (greedy,),
     update=EVALUATION_UPDATE, weight_version=update, on_grade=on_grade)
   by_task: dict[str, list[Trajectory]] = {task.id: [] for task in suite.tasks}
   for trajectory in graded:

@@ -60,7 +60,7 @@ def grpo_objective(
   behavior, advantages, sequence_ids = (
     jnp.take_along_axis(field, rows.target_index, axis=1)
     for field in (rows.behavior_logprobs, rows.advantages, rows.sequence_ids))
-  layout = {"sequence_ids": sequence_ids, "num_sequences": num_sequences}
+  layout: dict[str, Any] = {"sequence_ids": sequence_ids, "num_sequences": num_sequences}
   old = jax.lax.stop_gradient(logprobs) if batch.old_logprobs is None else batch.old_logprobs
   clip = {"clip_low": clip_low, "clip_high": clip_high}
   per_token = losses.ppo_clip(logprobs, old, advantages, mask, dual_clip=dual_clip, **clip)

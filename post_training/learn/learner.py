@@ -53,7 +53,7 @@ def make_learner(
   num_sequences: int,
   temperature: float,
   compute_dtype: Any,
-  remat: bool,
+  remat: str,
   advantage: dict[str, Any],
   objective: dict[str, Any],
 ) -> Learner:

@@ -13,7 +13,7 @@ from wootz.models.config import ModelConfig
 from wootz.models.params import Tree
 from wootz.sharding.rules import constrain
 
-CHUNK = 128  # tokens per row whose logits exist at once
+CHUNK = 128  # tokens whose logits exist at once, spread over the rows
 
 
 def target_logprobs(
@@ -23,7 +23,7 @@ def target_logprobs(
   *,
   temperature: float = 1.0,
   compute_dtype: Any = jnp.float32,
-  remat: bool = False,
+  remat: str = "none",
   chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
   """Scores the rows' targets under softmax(logits / temperature).
@@ -40,19 +40,27 @@ def target_logprobs(
   places = jnp.take_along_axis(rows.predecessor, rows.target_index, axis=1)
   hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
   targets = jnp.take_along_axis(rows.tokens, rows.target_index, axis=1)
-  return token_logprobs(params, hidden, targets, temperature=temperature, chunk=chunk)
+  return token_logprobs(params, hidden, targets, rows.target_mask, temperature=temperature, chunk=chunk)
 
 
-def token_logprobs(params: Tree, hidden: jax.Array, targets: jax.Array, *, temperature: float = 1.0,
-                   chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
-  """Logprob of each target [B, N] and entropy, given the hidden states [B, N, D] that predict them."""
+def token_logprobs(params: Tree, hidden: jax.Array, targets: jax.Array, mask: jax.Array, *,
+                   temperature: float = 1.0, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
+  """Logprob of each target [B, N] and entropy, given the hidden states [B, N, D] that predict them.
+
+  A chunk without any target in `mask` [B, N] is skipped and gives zeros: one shape serves rows with few
+  targets and with many.
+  """
   rows, count = targets.shape
-  chunk = min(chunk, count)
+  chunk = max(1, min(chunk // rows, count))
   padding = -count % chunk
 
   def in_chunks(array):
     padded = jnp.pad(array, [(0, 0), (0, padding)] + [(0, 0)] * (array.ndim - 2))
     return jnp.moveaxis(padded.reshape(rows, -1, chunk, *array.shape[2:]), 1, 0)
+
+  def skip(piece):
+    zeros = jnp.zeros(piece[1].shape, jnp.float32)
+    return zeros, zeros
 
   @jax.checkpoint
   def score(piece):
@@ -63,5 +71,7 @@ def token_logprobs(params: Tree, hidden: jax.Array, targets: jax.Array, *, tempe
     frozen = jax.lax.stop_gradient(logits - normaliser[..., None])
     return chosen - normaliser, -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
 
-  scored = jax.lax.map(score, (in_chunks(hidden), in_chunks(targets)))
-  return tuple(jnp.moveaxis(part, 0, 1).reshape(rows, -1)[:, :count] for part in scored)
+  scored = jax.lax.map(lambda piece: jax.lax.cond(jnp.any(piece[2]), score, skip, piece),
+                       (in_chunks(hidden), in_chunks(targets), in_chunks(mask)))
+  logprobs, entropies = (jnp.moveaxis(part, 0, 1).reshape(rows, -1)[:, :count] for part in scored)
+  return logprobs, entropies

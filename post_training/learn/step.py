@@ -43,16 +43,16 @@ def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainSt
 
 
 @functools.partial(jax.jit, static_argnames="loss_fn")
-def first_microbatch(params: Tree, frozen: Tree, batch: PolicyBatch, *, loss_fn: LossFn) -> Accumulated:
-  """Gradient and sums of an update's first micro-batch."""
-  (_, sums), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
-  return Accumulated(gradient, sums)
+def nothing_yet(params: Tree, frozen: Tree, batch: PolicyBatch, *, loss_fn: LossFn) -> Accumulated:
+  """Zeros in the shape of what `add_microbatch` sums up."""
+  (_, sums), gradient = jax.eval_shape(jax.value_and_grad(loss_fn, has_aux=True), params, frozen, batch)
+  return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), Accumulated(gradient, sums))
 
 
 @functools.partial(jax.jit, static_argnames="loss_fn", donate_argnames="so_far")
-def next_microbatch(so_far: Accumulated, params: Tree, frozen: Tree, batch: PolicyBatch, *,
-                    loss_fn: LossFn) -> Accumulated:
-  """Adds one more micro-batch of the same update."""
+def add_microbatch(so_far: Accumulated, params: Tree, frozen: Tree, batch: PolicyBatch, *,
+                   loss_fn: LossFn) -> Accumulated:
+  """Adds the gradient and the sums of one micro-batch."""
   (_, sums), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, frozen, batch)
   return jax.tree.map(jnp.add, so_far, Accumulated(gradient, sums))
 
@@ -97,9 +97,9 @@ def learn_minibatch(state: TrainState, frozen: Tree, batches: list[PolicyBatch],
 
   `state` is donated. Raises FloatingPointError, with the state as it was, when the gradient is not finite.
   """
-  accumulated = first_microbatch(state.params, frozen, batches[0], loss_fn=loss_fn)
-  for batch in batches[1:]:
-    accumulated = next_microbatch(accumulated, state.params, frozen, batch, loss_fn=loss_fn)
+  accumulated = nothing_yet(state.params, frozen, batches[0], loss_fn=loss_fn)
+  for batch in batches:
+    accumulated = add_microbatch(accumulated, state.params, frozen, batch, loss_fn=loss_fn)
   # Looked at before the update, which takes over the state's buffers: the caller's state stays whole.
   norm = float(gradient_norm(accumulated))
   if not math.isfinite(norm):

@@ -15,6 +15,7 @@ from wootz.data.records import Grade, Outcome, Task, Trajectory
 from wootz.data.tokenizer import Tokenizer
 from wootz.post_training.domains.base import Domain
 from wootz.post_training.rollout.engine import Request, Sample
+from wootz.post_training.sandbox import SandboxUnavailable
 
 GRADING_THREADS = 4
 GRADING_TRIES = 3  # a grade lost to the infrastructure is tried again, up to this many times in all
@@ -57,7 +58,7 @@ def collect(
   *,
   domain: Domain,
   tokenizer: Tokenizer,
-  kinds: Sequence[Sampling],
+  kinds: Callable[[Task], Sequence[Sampling]],
   seed: int,
   update: int,
   weight_version: int,
@@ -68,7 +69,7 @@ def collect(
   Args:
     generate: the engine with its weights.
     tasks: distinct tasks of `domain`.
-    kinds: what is drawn of each task; sample indexes count through them in order.
+    kinds: what is drawn of a task; sample indexes count through the kinds in order.
     seed: of the run; with update, task id and sample index it fixes each sample.
     update: the update that the samples are drawn for (any label, for an evaluation).
     weight_version: optimizer updates that the weights had received.
@@ -79,7 +80,8 @@ def collect(
   """
   attempts = _attempts(tasks, tokenizer, kinds, seed, update)
   started = time.monotonic()
-  with concurrent.futures.ThreadPoolExecutor(GRADING_THREADS) as pool:
+  pool = concurrent.futures.ThreadPoolExecutor(GRADING_THREADS)
+  try:
     pending = {}
     for sample in generate([attempt.request for attempt in attempts.values()]):
       text = completion_text(tokenizer, sample)
@@ -92,6 +94,9 @@ def collect(
       graded.append(_trajectory(attempts[sample.request_id], sample, text, future.result(),
                                 update=update, weight_version=weight_version))
       on_grade(graded[-1])
+  finally:
+    # Whatever ends the rollout early must not wait for every grade that is still queued.
+    pool.shutdown(wait=True, cancel_futures=True)
   place = {task.id: index for index, task in enumerate(tasks)}
   graded.sort(key=lambda trajectory: (place[trajectory.task_id], trajectory.sample_index))
   return graded, Seconds(sampled - started, time.monotonic() - sampled)
@@ -108,7 +113,7 @@ def _attempts(tasks, tokenizer, kinds, seed, update) -> dict[str, _Attempt]:
   for task in tasks:
     prompt = np.asarray(chat.render_chat(tokenizer, task.messages), np.int32)
     first = 0
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(kinds(task)):
       request = Request(
         id=f"{task.id}#{number}", prompt=prompt, num_samples=kind.num_samples,
         first_sample=first, seed=_task_seed(seed, update, task), max_new_tokens=kind.max_new_tokens,
@@ -130,6 +135,8 @@ def grade_with_retries(domain: Domain, task: Task, text: str, tries: int = GRADI
   for attempt in range(tries):
     try:
       grade = domain.grade(task, text)
+    except SandboxUnavailable:
+      raise  # nothing can be graded here: the run ends, naming the remedy
     except Exception as error:  # whatever a grader raises, the sample has no score
       return Grade(Outcome.UNSCORABLE, None, f"grader raised {type(error).__name__}: {error}")
     if grade.outcome != Outcome.INFRA_LOST or attempt == tries - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -93,13 +94,14 @@ def enter(slots: Slots, prompts: Any, entry: Entry) -> Slots:
   def put(old, new):
     return old.at[index].set(new, mode="drop")
 
-  state = slots.replace(
+  state = dataclasses.replace(
+    slots,
     cache=jax.tree.map(copy, slots.cache, prompts),
     token=put(slots.token, entry.token), position=put(slots.position, entry.position),
     limit=put(slots.limit, entry.limit), seeds=put(slots.seeds, entry.seeds),
     settings=jax.tree.map(put, slots.settings, entry.settings),
     stop_ids=put(slots.stop_ids, entry.stop_ids))
-  return state.replace(count=put(slots.count, 0), active=put(slots.active, True),
+  return dataclasses.replace(state, count=put(slots.count, 0), active=put(slots.active, True),
                        stopped=put(slots.stopped, False))
 
 
@@ -128,7 +130,7 @@ def _decode_step(params, slots: Slots, config, dtype) -> Slots:
     mask=attention.cache_mask(positions, width), cache=slots.cache, compute_dtype=dtype)
   logits = transformer.unembed(params, hidden[:, 0])
   drawn, logprobs = sample(logits, row_keys(slots.seeds, slots.position + 1), slots.settings)
-  return _record(slots.replace(cache=cache), drawn, logprobs)
+  return _record(dataclasses.replace(slots, cache=cache), drawn, logprobs)
 
 
 def _record(slots: Slots, drawn, logprobs) -> Slots:
@@ -137,7 +139,8 @@ def _record(slots: Slots, drawn, logprobs) -> Slots:
   place = jnp.where(slots.active, slots.count, slots.output.shape[1])  # outside: dropped
   count = slots.count + slots.active
   stopped = slots.active & jnp.any(drawn[:, None] == slots.stop_ids, axis=-1)
-  return slots.replace(
+  return dataclasses.replace(
+    slots,
     token=jnp.where(slots.active, drawn, slots.token),
     position=slots.position + slots.active, count=count,
     active=slots.active & ~stopped & (count < slots.limit), stopped=slots.stopped | stopped,
@@ -148,7 +151,7 @@ def _record(slots: Slots, drawn, logprobs) -> Slots:
 @functools.partial(jax.jit, donate_argnames="slots")
 def release(slots: Slots, ended: jax.Array) -> Slots:
   """Frees slots that the host found ended, bool [S]."""
-  return slots.replace(active=slots.active & ~ended)
+  return dataclasses.replace(slots, active=slots.active & ~ended)
 
 
 @jax.jit

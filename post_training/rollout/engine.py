@@ -17,11 +17,11 @@ from wootz.models.params import Tree
 from wootz.post_training.rollout import decode as device
 from wootz.post_training.rollout.sampling import SamplingSettings
 
-LENGTH_BUCKET = 64  # cache lengths are multiples of this, so that few shapes are compiled
-PROMPT_BUCKET = 32  # likewise the widths of prefilled prompts
-PREFILL_BATCHES = (2, 8)  # prompts prefilled together
+LENGTH_BUCKET = 32  # cache lengths are multiples of this, so that few shapes are compiled
+PROMPT_BUCKET = 16  # likewise the widths of prefilled prompts
+PREFILL_BATCHES = (1, 4, 8)  # prompts prefilled together
 MIN_SLOTS = 8  # a batch shrinks to no fewer slots
-STEPS_PER_CALL = 16  # tokens per slot between two looks by the host
+STEPS_PER_CALL = 8  # tokens per slot between two looks by the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _entry(group, num_slots: int, config: ModelConfig) -> device.Entry:
       temperature=column((r.temperature for r in requests), np.float32),
       top_k=column((r.top_k for r in requests), np.int32),
       top_p=column((r.top_p for r in requests), np.float32)),
-    stop_ids=stop_ids)
+    stop_ids=jnp.asarray(stop_ids))
 
 
 @jax.jit

@@ -65,7 +65,7 @@ class SandboxResult:
     return self.outcome is Outcome.OK
 
 
-def bounded_text(data: bytes, limit: int, truncated: bool) -> str:
+def bounded_text(data: bytes | bytearray, limit: int, truncated: bool) -> str:
   """Decodes at most `limit` bytes; marks what is invalid (U+FFFD) and where it was cut."""
   text = data[:limit].decode("utf-8", errors="replace")
   return f"{text}\n[cut: more than {limit} bytes]" if truncated else text

@@ -294,10 +294,11 @@ def _judge(ended: process.Ended, meter: _Meter, cpu_seconds: float, limits: Sand
   if stopped is not None:
     outcome, words = _STOPPED[stopped]
     return outcome, words.format(limits=limits, timeout=timeout)
-  if ended.exit_code == 0:
+  code = ended.exit_code
+  if code == 0:
     return Outcome.OK, ""
-  if 128 < ended.exit_code <= 192:
-    return _SIGNAL_OUTCOMES.get(ended.exit_code - 128, Outcome.KILLED), ""
+  if code is not None and 128 < code <= 192:
+    return _SIGNAL_OUTCOMES.get(code - 128, Outcome.KILLED), ""
   return Outcome.NONZERO_EXIT, ""
 
 

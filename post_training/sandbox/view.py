@@ -71,8 +71,8 @@ def prepare_view(view: View, workspace: Workspace) -> None:
   """Writes the view's own small files into the workspace."""
   write_static(workspace, "etc", _ETC, {})
   target = view.interpreter
-  names = ("python", "python3") if target is not None else ()
-  write_static(workspace, "bin", {}, dict.fromkeys(names, target))
+  links = {} if target is None else {"python": target, "python3": target}
+  write_static(workspace, "bin", {}, links)
 
 
 def bwrap_options(view: View, workspace: Workspace, *, disable_userns: bool) -> list[str]:

@@ -42,7 +42,7 @@ def test_unknown_key_fails_naming_the_nearest(key, nearest):
 
 
 def test_a_section_is_no_key():
-  with pytest.raises(ConfigError, match="learner is a section.*--config.learner.method"):
+  with pytest.raises(ConfigError, match="learner is a section.*--config.learner.learning_rate"):
     config_flags.parse_overrides(Config(), {"learner": "1"})
 
 

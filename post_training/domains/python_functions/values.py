@@ -107,7 +107,7 @@ def border_inputs(kinds: Sequence[str], focus: Focus, rng: random.Random) -> lis
   out = []
   for place, kind in enumerate(kinds):
     for number in near:
-      inputs = [numbers[-1] if kind == "int" else DRAW[kind](rng, focus) for kind in kinds]
+      inputs: list[Any] = [numbers[-1] if kind == "int" else DRAW[kind](rng, focus) for kind in kinds]
       if kind in ("int", "nat", "small"):
         inputs[place] = number if kind == "int" else max(number, 0)
       elif kind in ("ints", "ints1"):

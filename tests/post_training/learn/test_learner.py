@@ -50,7 +50,7 @@ def build(config, *, assemble=lambda trained, frozen: trained, rate=1.0, **objec
   """Plain descent with rate 1: parameters move by the gradient, which then can be compared."""
   return learning.make_learner(
     config, assemble=assemble, optimizer=optax.sgd(rate), num_sequences=12, temperature=TEMPERATURE,
-    compute_dtype=jnp.float32, remat=False, advantage={}, objective=objective)
+    compute_dtype=jnp.float32, remat="none", advantage={}, objective=objective)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,9 @@ def test_clipping_and_kl_follow_the_written_out_gradient(tiny_config, tiny_param
             for task, group in trajectories.items()]
   rows = packing.pack_groups(groups, row_length=48)
   old, reference = (steps.score(params, {}, rows, score_fn=built.score_fn) for params in (old_params, other))
-  got = steps.first_microbatch(tiny_params, {}, PolicyBatch(rows, old, reference), loss_fn=built.loss_fn)
+  batch = PolicyBatch(rows, old, reference)
+  nothing = steps.nothing_yet(tiny_params, {}, batch, loss_fn=built.loss_fn)
+  got = steps.add_microbatch(nothing, tiny_params, {}, batch, loss_fn=built.loss_fn)
   data = unpacked(trajectories)
   score = jax.jit(lambda p: plain_logprobs(p, tiny_config, data[0]))
   plain_old, plain_reference = score(old_params), score(other)

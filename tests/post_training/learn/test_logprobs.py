@@ -23,7 +23,8 @@ def test_chunks_change_neither_value_nor_gradient(chunk):
     return jnp.sum(weights * chosen), (chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1))
 
   def chunked(params, hidden):
-    chosen, entropy = token_logprobs(params, hidden, targets, temperature=0.7, chunk=chunk)
+    chosen, entropy = token_logprobs(params, hidden, targets, jnp.ones(targets.shape, bool), temperature=0.7,
+                                     chunk=chunk)
     # The entropies must carry no gradient, whatever is done with them.
     return jnp.sum(weights * chosen) + 0 * jnp.sum(entropy), (chosen, entropy)
 
@@ -34,7 +35,8 @@ def test_chunks_change_neither_value_nor_gradient(chunk):
 
 def test_entropies_carry_no_gradient():
   params, hidden = {"embedding": jnp.eye(4)}, jnp.ones((1, 3, 4)) * jnp.arange(4)
-  gradient = jax.grad(lambda h: jnp.sum(token_logprobs(params, h, jnp.zeros((1, 3), jnp.int32))[1]))(hidden)
+  targets, mask = jnp.zeros((1, 3), jnp.int32), jnp.ones((1, 3), bool)
+  gradient = jax.grad(lambda h: jnp.sum(token_logprobs(params, h, targets, mask)[1]))(hidden)
   assert not np.any(gradient)
 
 
@@ -67,3 +69,21 @@ def test_targets_are_scored_at_their_predecessors(tiny_config, tiny_params, tiny
     places = np.arange(len(prompt), len(text))
     np.testing.assert_allclose(np.asarray(logprobs)[(sequence == id) & rows.target_mask],
                                expected[places - 1, text[places]], atol=1e-5)
+
+
+def test_chunks_without_targets_are_skipped_and_change_nothing():
+  """Also OP (maxtext#4959): the gradient of 2 loss is twice the gradient."""
+  rng = np.random.default_rng(2)
+  params = {"embedding": jnp.asarray(rng.normal(size=(11, 5)), jnp.float32)}
+  hidden = jnp.asarray(rng.normal(size=(1, 8, 5)), jnp.float32)
+  targets, mask = rng.integers(0, 11, (1, 8)), np.arange(8)[None] < 3
+
+  def loss(hidden, targets, mask, scale):
+    return scale * jnp.sum(jnp.where(mask, token_logprobs(params, hidden, targets, mask, chunk=2)[0], 0.0))
+
+  value, gradient = jax.value_and_grad(loss)(hidden, targets, mask, 1.0)
+  short, short_gradient = jax.value_and_grad(loss)(hidden[:, :3], targets[:, :3], mask[:, :3], 1.0)
+  np.testing.assert_allclose(value, short, rtol=1e-6)
+  np.testing.assert_allclose(gradient[:, :3], short_gradient, rtol=1e-5)
+  assert not np.any(gradient[:, 3:])
+  np.testing.assert_allclose(jax.grad(loss)(hidden, targets, mask, 2.0), 2 * gradient, rtol=1e-6)

@@ -1,4 +1,5 @@
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,7 @@ from wootz.post_training.rollout import collect as collecting
 from wootz.post_training.rollout import engine
 from wootz.post_training.rollout.collect import Sampling
 from wootz.post_training.rollout.engine import Sample
+from wootz.post_training.sandbox import SandboxUnavailable
 
 END = 256
 TEMPLATE = ("{% for message in messages %}{{ message['content'] + '<end>' }}{% endfor %}"
@@ -66,7 +68,7 @@ def generate(tiny_variant):
 
 def collect(generate, byte_tokenizer, tasks=TASKS, kinds=KINDS, *, domain=None, seed=0, update=4, **kwargs):
   return collecting.collect(generate, tasks, domain=domain or Letters(), tokenizer=byte_tokenizer,
-                            kinds=kinds, seed=seed, update=update, weight_version=9, **kwargs)[0]
+                            kinds=lambda task: kinds, seed=seed, update=update, weight_version=9, **kwargs)[0]
 
 
 def test_trajectories_come_in_order_with_true_contents(generate, byte_tokenizer):
@@ -178,3 +180,29 @@ def test_what_on_grade_raises_ends_the_rollout(generate, byte_tokenizer):
 
   with pytest.raises(OSError, match="disk full"):
     collect(generate, byte_tokenizer, tasks=TASKS[:1], on_grade=full_disk)
+
+
+def test_a_machine_that_cannot_grade_ends_the_rollout(generate, byte_tokenizer):
+  """A missing sandbox is no grade at all: it must not become an unscored sample."""
+  class Broken(Letters):
+    def grade(self, task, text):
+      raise SandboxUnavailable("install bubblewrap")
+
+  with pytest.raises(SandboxUnavailable, match="install bubblewrap"):
+    collect(generate, byte_tokenizer, domain=Broken())
+
+
+def test_what_ends_a_rollout_does_not_wait_for_queued_grades(generate, byte_tokenizer):
+  """LA-2: a stop must not be held up by grades that nobody will read."""
+  class Slow(Letters):
+    def grade(self, task, text):
+      time.sleep(0.3)
+      return super().grade(task, text)
+
+  def stop(trajectory):
+    raise KeyboardInterrupt
+
+  domain = Slow()
+  with pytest.raises(KeyboardInterrupt):
+    collect(generate, byte_tokenizer, domain=domain, on_grade=stop)
+  assert sum(domain.tries.values()) < len(TASKS) * 4
