@@ -21,10 +21,10 @@ def get_config() -> config.Config:
       tasks_per_update=4, samples_per_task=8, max_new_tokens=48, temperature=0.7,
       stop_strings=CLOSED, slots=64),
     learner=config.LearnerSection(
-      learning_rate=1.5e-5, row_length=448, remat="elementwise"),
+      learning_rate=2e-5, row_length=448, remat="elementwise"),
     evaluation=config.EvaluationSection(
       held_out_tasks=216, unseen_tasks=64, samples_per_task=4, sampled_tasks=48, pass_at=(1, 4),
       max_new_tokens=48, stop_strings=CLOSED),
-    checkpoint=config.CheckpointSection(every_updates=8, keep=2),
-    run=config.RunSection(directory="runs/quickstart", seed=0, updates=18),
+    checkpoint=config.CheckpointSection(every_updates=10, keep=2),
+    run=config.RunSection(directory="runs/quickstart", seed=0, updates=20),
   )
