@@ -239,15 +239,23 @@ def test_sigterm_saves_and_exits_with_75(moment, straight, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_lora_and_several_minibatches_with_a_reference(tiny, tmp_path):
-  """The other paths of the learner in the whole program: adapters, KL, old logprobs of before."""
-  settings = tiny | {"model.lora_rank": "2", "learner.kl_coefficient": "0.01", "learner.minibatches": "2",
-                     "learner.epochs": "2", "run.updates": "2", "rollout.curriculum": "learnable"}
+def test_several_minibatches_with_a_reference(tiny, tmp_path):
+  """The other paths of the learner in the whole program: KL, old logprobs of before, several steps."""
+  settings = tiny | {"learner.kl_coefficient": "0.01", "learner.minibatches": "2", "learner.epochs": "2"}
   done = run(tmp_path / "run", settings)
   assert done.returncode in (0, 3), done.stdout + done.stderr
   learned = [row["scalars"] for row in read_metrics(tmp_path / "run") if row["scalars"]["optimizer_updates"]]
   # The reference is the base model, not the policy of the moment: the distance grows from 0.
   assert learned and learned[-1]["kl"] > 1e-6
+  assert any(abs(scalars["ratio"] - 1) > 1e-6 for scalars in learned)
+
+
+@pytest.mark.slow
+def test_adapters_and_the_learnable_curriculum(tiny, tmp_path):
+  settings = tiny | {"model.lora_rank": "2", "rollout.curriculum": "learnable", "run.updates": "2"}
+  done = run(tmp_path / "run", settings)
+  assert done.returncode in (0, 3), done.stdout + done.stderr
+  assert [row["update"] for row in read_metrics(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.long
