@@ -16,7 +16,7 @@ train: $(STAMP)
 	$(BIN)/python -m wootz.launch.train --config=quickstart --config.run.directory=$(RUN) $(ARGS)
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)
