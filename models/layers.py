@@ -33,16 +33,10 @@ def linear(x: jax.Array, weight: jax.Array | LoraWeight) -> jax.Array:
 
 
 def multiply(x: jax.Array, matrix: jax.Array) -> jax.Array:
-  """x [..., in] by matrix [out, in]: [..., out]."""
-  return jax.lax.platform_dependent(x, matrix, cpu=_multiply_on_cpu, default=_multiply)
+  """x [..., in] by matrix [out, in]: [..., out].
 
-
-def _multiply(x, matrix):
-  return jnp.einsum("...i,oi->...o", x, matrix)
-
-
-def _multiply_on_cpu(x, matrix):
-  """The same product in the form that XLA's CPU kernels are quick at."""
+  Written in the form that XLA's CPU kernels are quick at, and that is nothing special elsewhere.
+  """
   # As one matrix: with more dimensions the weight gradient contracts over two, and XLA copies its
   # operands against their layout first.
   flat = x.reshape(-1, x.shape[-1])
