@@ -26,6 +26,12 @@ from wootz.post_training.sandbox.cgroups import cgroup_parents
 _MIB = 2**20
 
 
+def own_parents(path):
+  """The folders of pytest's own above a temporary one, however deep it puts them."""
+  return [parent for parent in path.parents if "pytest-of-" in str(parent)]
+
+
+
 @pytest.fixture(scope="module")
 def sandbox():
   with Sandbox(timeout=20) as opened:
@@ -274,7 +280,7 @@ def test_failing_bubblewrap_is_not_the_programs_failure(tmp_path, monkeypatch):
     assert sandbox.run(cmd="true").ok
     fake.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
     fake.chmod(0o755)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
+    for parent in (tmp_path, *own_parents(tmp_path)):
       parent.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     result = sandbox.run(cmd="true")
@@ -372,7 +378,7 @@ def test_ordinary_users_get_the_same_isolation(tmp_path):
   shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
   for path in (tmp_path / "wootz", tmp_path / "wootz" / "post_training"):
     (path / "__init__.py").touch()
-  for path in (tmp_path, *tmp_path.parents[:2], *tmp_path.rglob("*")):
+  for path in (tmp_path, *own_parents(tmp_path), *tmp_path.rglob("*")):
     path.chmod(0o755)
   python = shutil.which("python3", path="/usr/bin")
   version = subprocess.run([python or "false", "-V"], capture_output=True, text=True, check=False)
