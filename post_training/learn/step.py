@@ -45,8 +45,8 @@ def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainSt
 @functools.partial(jax.jit, static_argnames="loss_fn")
 def nothing_yet(params: Tree, frozen: Tree, batch: PolicyBatch, *, loss_fn: LossFn) -> Accumulated:
   """Zeros in the shape of what `add_microbatch` sums up."""
-  (_, sums), gradient = jax.eval_shape(jax.value_and_grad(loss_fn, has_aux=True), params, frozen, batch)
-  return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), Accumulated(gradient, sums))
+  _, sums = jax.eval_shape(loss_fn, params, frozen, batch)
+  return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), Accumulated(params, sums))
 
 
 @functools.partial(jax.jit, static_argnames="loss_fn", donate_argnames="so_far")
