@@ -140,9 +140,17 @@ def _objective(section: LearnerSection, max_new_tokens: int) -> dict[str, Any]:
           **correction}
 
 
+def make_suite(config: Config, domain: Domain) -> suite.Suite:
+  """What is evaluated. ValueError when the domain has fewer tasks than asked for."""
+  section = config.evaluation
+  tasks = suite.choose_tasks(domain, held_out=section.held_out_tasks, unseen=section.unseen_tasks)
+  return suite.Suite(tasks, section.samples_per_task, section.sampled_tasks, section.temperature,
+                     section.max_new_tokens, section.stop_strings)
+
+
 def make_plan(config: Config, domain: Domain, schedule: Any) -> loop.Plan:
   """The run in plain values."""
-  rollout, learner, evaluation = config.rollout, config.learner, config.evaluation
+  rollout, learner = config.rollout, config.learner
   return loop.Plan(
     directory=pathlib.Path(config.run.directory), seed=config.run.seed, updates=config.run.updates,
     tasks_per_update=rollout.tasks_per_update,
@@ -152,10 +160,7 @@ def make_plan(config: Config, domain: Domain, schedule: Any) -> loop.Plan:
     packing=learning.Packing(learner.row_length, learner.rows_per_microbatch, learner.minibatches,
                              learner.epochs),
     curriculum_mode=rollout.curriculum,
-    suite=suite.Suite(
-      suite.choose_tasks(domain, held_out=evaluation.held_out_tasks, unseen=evaluation.unseen_tasks),
-      evaluation.samples_per_task, evaluation.sampled_tasks, evaluation.temperature,
-      evaluation.max_new_tokens, evaluation.stop_strings),
+    suite=make_suite(config, domain),
     checkpoint_every=config.checkpoint.every_updates, learning_rate=schedule)
 
 

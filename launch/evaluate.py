@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from wootz.launch import config_flags, program
+from wootz.launch import assemble, config_flags, program
 from wootz.launch.config import Config
 from wootz.post_training.domains.base import get_domain
 from wootz.post_training.evaluate import results, suite
@@ -27,19 +27,12 @@ EXIT_ROLLED_BACK = 3
 
 def evaluate(config: Config, weights: program.Weights) -> EvaluationResult:
   """The config's suite on these weights. ValueError when the domain has fewer tasks than asked for."""
-  chosen = make_suite(config)
+  domain = get_domain(config.domain.name)
+  chosen = assemble.make_suite(config, domain)
   return suite.evaluate(
-    program.generator(weights, slots=config.rollout.slots), chosen, domain=get_domain(config.domain.name),
+    program.generator(weights, slots=config.rollout.slots), chosen, domain=domain,
     tokenizer=weights.tokenizer, seed=config.run.seed, update=weights.updates,
     on_grade=program.Countdown("evaluated", chosen.num_completions))
-
-
-def make_suite(config: Config) -> suite.Suite:
-  section = config.evaluation
-  tasks = suite.choose_tasks(get_domain(config.domain.name), held_out=section.held_out_tasks,
-                             unseen=section.unseen_tasks)
-  return suite.Suite(tasks, section.samples_per_task, section.sampled_tasks, section.temperature,
-                     section.max_new_tokens, section.stop_strings)
 
 
 def read_result(path: str) -> EvaluationResult:
@@ -57,7 +50,7 @@ def check_comparable(before: EvaluationResult, config: Config) -> None:
     raise ValueError(f"--compare was evaluated with {before.max_new_tokens} new tokens, this is {limit}: "
                      f"set --config.evaluation.max_new_tokens={before.max_new_tokens}")
   before_ids, ids = ({task.task_id for task in before.tasks},
-                     {task.id for task in make_suite(config).tasks})
+                     {task.id for task in assemble.make_suite(config, get_domain(config.domain.name)).tasks})
   if different := sorted(before_ids ^ ids):
     raise ValueError(f"--compare holds other tasks: {different[0]!r} is in only one of the two "
                      f"({len(different)} such tasks). Set --config.evaluation.held_out_tasks and "

@@ -125,7 +125,7 @@ class Progress:
   def _render(self) -> Any:
     try:
       return self._panel()
-    except Exception as error:
+    except Exception as error:  # raised in the drawing thread it would end the view
       return Text(f"{self._title}: no view ({type(error).__name__})")
 
   def _panel(self) -> Panel:
@@ -150,7 +150,7 @@ class Progress:
   def _harmless(self) -> Iterator[None]:
     try:
       yield
-    except Exception:
+    except Exception:  # a view that cannot be shown is no reason to lose a run
       live, self._live = self._live, None
       if live is not None:
         with contextlib.suppress(Exception):
