@@ -53,8 +53,9 @@ def _add_grpo(parser: argparse.ArgumentParser) -> None:
   add("--peer_batch", type=_positive, default=8, help="TRL's per_device_train_batch_size")
   add("--peer_checkpointing", action=argparse.BooleanOptionalAction, default=False,
       help="TRL's gradient_checkpointing: slower, less memory")
-  add("--remat", choices=("none", "elementwise", "full"), default="none",
-      help="Wootz's learner.remat: more is slower and takes less memory")
+  add("--remat", choices=("none", "elementwise", "full"), default="elementwise",
+      help="Wootz's learner.remat: more takes less memory")
+  add("--rows", type=_positive, default=2, help="Wootz's learner.rows_per_microbatch; a row is one group")
   add("--output", type=pathlib.Path, help="file for all figures, as JSON")
 
 
@@ -77,8 +78,8 @@ def run_grpo(options: argparse.Namespace) -> int:
   work = grpo.Work(
     model=str(model), tasks=grpo.first_tasks(options.tasks), samples=options.samples,
     new_tokens=options.new_tokens, warmup_steps=options.warmup, steps=options.steps,
-    threads=options.threads, seed=options.seed, remat=options.remat, peer_batch=options.peer_batch,
-    peer_checkpointing=options.peer_checkpointing)
+    threads=options.threads, seed=options.seed, remat=options.remat, rows=options.rows,
+    peer_batch=options.peer_batch, peer_checkpointing=options.peer_checkpointing)
   grpo.limit_threads(options.threads)
   ours, theirs = grpo.make_sides(options.threads, python)
   with ours, theirs:

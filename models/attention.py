@@ -18,9 +18,10 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Arra
 
   Args:
     query: [B, T, heads, d].
-    key, value: [B, kv_heads, S, d]; each of the kv_heads serves heads / kv_heads query heads. The head
-      comes before the position so that each head's keys are one matrix: on CPU a decode step is several
-      times faster so.
+    key: [B, kv_heads, d, S]; each of the kv_heads serves heads / kv_heads query heads. Head first and
+      position last, each head's keys are the matrix that its queries are multiplied by as it lies there:
+      on CPU a decode step is several times faster so.
+    value: [B, kv_heads, S, d].
     mask: bool [B, T, S].
     causal: promises that S = T and that the mask lets no token see a later one of its row. Queries then
       go block by block past the keys up to their block's end, and scores are computed again in the
@@ -35,18 +36,18 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Arra
   for start in range(0, length, QUERY_BLOCK):
     end = min(start + QUERY_BLOCK, length)
     blocks.append(jax.checkpoint(_attend)(
-      query[:, start:end], key[:, :, :end], value[:, :, :end], mask[:, start:end, :end]))
+      query[:, start:end], key[..., :end], value[:, :, :end], mask[:, start:end, :end]))
   return jnp.concatenate(blocks, axis=1)
 
 
 def _attend(query, key, value, mask):
   batch, length, heads, head_dim = query.shape
-  kv_heads, width = key.shape[1:3]
+  kv_heads, width = value.shape[1:3]
   # The queries that share a key head become the rows of one matrix per head, so that both products are
   # plain batched ones: einsum over the five dimensions makes XLA transpose the scores instead.
   grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
   rows = grouped.reshape(batch, kv_heads, -1, head_dim)
-  scores = jnp.einsum("bkrd,bksd->bkrs", rows, key, preferred_element_type=jnp.float32)
+  scores = jnp.einsum("bkrd,bkds->bkrs", rows, key, preferred_element_type=jnp.float32)
   scores = scores.reshape(batch, kv_heads, -1, length, width) / math.sqrt(head_dim)
   weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED_SCORE), axis=-1)
   weights = weights.astype(value.dtype).reshape(batch, kv_heads, -1, width)

@@ -45,7 +45,8 @@ class Work:
   seed: int
   learning_rate: float = 1e-5
   letters: str = LETTERS
-  remat: str = "none"  # wootz: what the backward pass computes again
+  remat: str = "elementwise"  # wootz: what the backward pass computes again
+  rows: int = 2  # wootz: packed rows, one group each, in one forward and backward pass
   peer_batch: int = 8  # trl: samples in one forward and backward pass
   peer_checkpointing: bool = False  # trl: recompute activations in the backward pass
 

@@ -81,7 +81,7 @@ def make_config(work: Mapping[str, Any], *, longest_prompt: int) -> configs.Conf
       max_new_tokens=work["new_tokens"], slots=len(work["tasks"]) * work["samples"]),
     learner=configs.LearnerSection(
       learning_rate=work["learning_rate"], row_length=-(-row // ROW_BUCKET) * ROW_BUCKET,
-      remat=work["remat"]),
+      rows_per_microbatch=min(work["rows"], len(work["tasks"])), remat=work["remat"]),
     run=configs.RunSection(directory="unused", seed=work["seed"], updates=work["total_steps"]))
 
 

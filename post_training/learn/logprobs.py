@@ -13,7 +13,7 @@ from wootz.models.config import ModelConfig
 from wootz.models.params import Tree
 from wootz.sharding.rules import constrain
 
-CHUNK = 128  # tokens whose logits exist at once, spread over the rows
+CHUNK = 256  # tokens whose logits exist at once, spread over the rows
 
 
 def target_logprobs(
@@ -62,7 +62,6 @@ def token_logprobs(params: Tree, hidden: jax.Array, targets: jax.Array, mask: ja
     zeros = jnp.zeros(piece[1].shape, jnp.float32)
     return zeros, zeros
 
-  @jax.checkpoint
   def score(piece):
     logits = transformer.unembed(params, piece[0]) / temperature
     logits = constrain(logits, ("batch", None, "act_vocab"))
@@ -71,7 +70,10 @@ def token_logprobs(params: Tree, hidden: jax.Array, targets: jax.Array, mask: ja
     frozen = jax.lax.stop_gradient(logits - normaliser[..., None])
     return chosen - normaliser, -jnp.sum(jnp.exp(frozen) * frozen, axis=-1)
 
-  scored = jax.lax.map(lambda piece: jax.lax.cond(jnp.any(piece[2]), score, skip, piece),
-                       (in_chunks(hidden), in_chunks(targets), in_chunks(mask)))
+  @jax.checkpoint
+  def score_or_skip(piece):
+    return jax.lax.cond(jnp.any(piece[2]), score, skip, piece)
+
+  scored = jax.lax.map(score_or_skip, (in_chunks(hidden), in_chunks(targets), in_chunks(mask)))
   logprobs, entropies = (jnp.moveaxis(part, 0, 1).reshape(rows, -1)[:, :count] for part in scored)
   return logprobs, entropies

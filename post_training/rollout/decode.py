@@ -22,7 +22,7 @@ MAX_STOP_IDS = 8  # end and stop ids a slot can hold
 class Slots:
   """S samples in progress, each with room for L positions and C new tokens. A free slot is inactive."""
 
-  cache: tuple[transformer.LayerCache, ...]  # per layer, keys and values [S, kv_heads, L, head_dim]
+  cache: tuple[transformer.LayerCache, ...]  # per layer, of L positions
   token: jax.Array  # int32 [S], sampled or fed last, not yet run through the model
   position: jax.Array  # int32 [S], position of `token`
   count: jax.Array  # int32 [S], tokens sampled so far
@@ -35,13 +35,18 @@ class Slots:
   settings: SamplingSettings
   stop_ids: jax.Array  # int32 [S, MAX_STOP_IDS], padded with -1
 
+  @property
+  def length(self) -> int:
+    """L, the positions that the cache has room for."""
+    return self.cache[0][0].shape[-1]
+
 
 @flax.struct.dataclass
 class Entry:
   """What a slot begins with; N of them enter together. A slot index of S or more is nobody's."""
 
   slot: jax.Array  # int32 [N]
-  prompt: jax.Array  # int32 [N], row of the prefilled batch
+  start: jax.Array  # int32 [N], where the prompt begins among the prefilled tokens
   token: jax.Array  # int32 [N], the prompt's last token: the first decode step feeds it
   position: jax.Array  # int32 [N]
   limit: jax.Array  # int32 [N]
@@ -55,11 +60,12 @@ def empty_slots(config: ModelConfig, *, num_slots: int, length: int, new_tokens:
   def zeros(dtype, *shape):
     return jnp.zeros((num_slots, *shape), dtype)
 
-  def half():
-    return zeros(dtype, config.num_kv_heads, length, config.head_dim)
+  def layer_cache():
+    return (zeros(dtype, config.num_kv_heads, config.head_dim, length),
+            zeros(dtype, config.num_kv_heads, length, config.head_dim))
 
   return Slots(
-    cache=tuple((half(), half()) for _ in range(config.num_layers)),
+    cache=tuple(layer_cache() for _ in range(config.num_layers)),
     token=zeros(jnp.int32), position=zeros(jnp.int32), count=zeros(jnp.int32),
     limit=zeros(jnp.int32), active=zeros(bool), stopped=zeros(bool),
     output=zeros(jnp.int32, new_tokens), logprobs=zeros(jnp.float32, new_tokens),
@@ -70,39 +76,46 @@ def empty_slots(config: ModelConfig, *, num_slots: int, length: int, new_tokens:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def prefill(params: Tree, tokens: jax.Array, lengths: jax.Array, *, config: ModelConfig, dtype):
-  """Keys and values of G prompts [G, P], of which the first `lengths` [G] tokens count."""
-  groups, width = tokens.shape
-  shape = (groups, config.num_kv_heads, width, config.head_dim)
-  cache = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
-  positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+def prefill(params: Tree, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
+            config: ModelConfig, dtype) -> Any:
+  """Keys and values of prompts packed into a row of T tokens; all int32 [T], segment 0 is padding.
+
+  Packed, prompts of any lengths take one shape and hardly any padding. Gives a cache of one row.
+  """
+  segments = segment_ids[None]
   _, cache = transformer.forward(
-    params, config, tokens, positions=positions, mask=attention.causal_mask(lengths, width),
-    cache=cache, compute_dtype=dtype)
+    params, config, tokens[None], positions=positions[None],
+    mask=attention.packed_mask(segments, jnp.zeros_like(segments)), keep=True, compute_dtype=dtype)
   return cache
 
 
-@functools.partial(jax.jit, donate_argnames="slots")
-def enter(slots: Slots, prompts: Any, entry: Entry) -> Slots:
-  """Copies prefilled prompts [G, P, ...] into the cache of the entries' slots and makes these active."""
-  index = entry.slot
+@functools.partial(jax.jit, donate_argnames="slots", static_argnames="width")
+def enter(slots: Slots, prefilled: Any, entry: Entry, *, width: int) -> Slots:
+  """Copies `width` prefilled positions, no fewer than any prompt has, to the slots; these become active.
 
-  def copy(cache, prefilled):
-    rows = prefilled[entry.prompt]
-    return cache.at[index, :, :rows.shape[2]].set(rows, mode="drop")
+  What lies behind a prompt's end is overwritten before it is read.
+  """
+  index = entry.slot
+  places = entry.start[:, None] + jnp.arange(width)
+
+  def copy(cache, packed):
+    keys = jnp.take(packed[0][0], places, axis=2, mode="clip").transpose(2, 0, 1, 3)
+    values = jnp.take(packed[1][0], places, axis=1, mode="clip").swapaxes(0, 1)
+    return (cache[0].at[index, :, :, :width].set(keys, mode="drop"),
+            cache[1].at[index, :, :width].set(values, mode="drop"))
 
   def put(old, new):
     return old.at[index].set(new, mode="drop")
 
   state = dataclasses.replace(
     slots,
-    cache=jax.tree.map(copy, slots.cache, prompts),
+    cache=tuple(map(copy, slots.cache, prefilled)),
     token=put(slots.token, entry.token), position=put(slots.position, entry.position),
     limit=put(slots.limit, entry.limit), seeds=put(slots.seeds, entry.seeds),
     settings=jax.tree.map(put, slots.settings, entry.settings),
     stop_ids=put(slots.stop_ids, entry.stop_ids))
   return dataclasses.replace(state, count=put(slots.count, 0), active=put(slots.active, True),
-                       stopped=put(slots.stopped, False))
+                             stopped=put(slots.stopped, False))
 
 
 @functools.partial(jax.jit, donate_argnames="slots", static_argnames=("config", "dtype"))
@@ -124,10 +137,9 @@ def decode(params: Tree, slots: Slots, max_steps, max_ended, *, config: ModelCon
 def _decode_step(params, slots: Slots, config, dtype) -> Slots:
   # A free slot computes along, at position -1: it writes nothing and nobody reads it.
   positions = jnp.where(slots.active, slots.position, -1)[:, None]
-  width = slots.cache[0][0].shape[2]
   hidden, cache = transformer.forward(
     params, config, slots.token[:, None], positions=positions,
-    mask=attention.cache_mask(positions, width), cache=slots.cache, compute_dtype=dtype)
+    mask=attention.cache_mask(positions, slots.length), cache=slots.cache, compute_dtype=dtype)
   logits = transformer.unembed(params, hidden[:, 0])
   drawn, logprobs = sample(logits, row_keys(slots.seeds, slots.position + 1), slots.settings)
   return _record(dataclasses.replace(slots, cache=cache), drawn, logprobs)

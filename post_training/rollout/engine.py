@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,9 +19,8 @@ from wootz.post_training.rollout import decode as device
 from wootz.post_training.rollout.sampling import SamplingSettings
 
 LENGTH_BUCKET = 32  # cache lengths are multiples of this, so that few shapes are compiled
-PROMPT_BUCKET = 16  # likewise the widths of prefilled prompts
-PREFILL_BATCHES = (1, 4, 8)  # prompts prefilled together
-MIN_SLOTS = 8  # a batch shrinks to no fewer slots
+PREFILL_TOKENS = 256  # prompt tokens prefilled together; a longer prompt goes alone
+MIN_SLOTS = 16  # a batch shrinks to no fewer slots: a step of half as many would take nearly as long
 STEPS_PER_CALL = 8  # tokens per slot between two looks by the host
 
 
@@ -55,12 +55,17 @@ class Sample:
 
 @dataclasses.dataclass
 class _Prompt:
-  """A prompt, and once prefilled its place among the prefilled batches."""
+  """A prompt, and once prefilled its place in a packed row of prompts."""
 
   tokens: np.ndarray
   samples_waiting: int = 0
-  prefilled: Any = None
-  row: int = 0
+  prefilled: Any = None  # keys and values of the whole row
+  start: int = 0
+
+  @property
+  def prefill_length(self) -> int:
+    """All but the last token, which the first decode step feeds."""
+    return len(self.tokens) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +169,19 @@ def _slot_bucket(needed: int, most: int) -> int:
 
 
 def _fill(slots, running, waiting, prefill, config):
-  """Lets waiting samples into free slots, one device call per prefilled batch involved."""
+  """Lets waiting samples into free slots, one device call per packed row of prompts involved."""
   free = [index for index, pending in enumerate(running) if pending is None]
   entering = [(slot, waiting.popleft()) for slot in free[:len(waiting)]]
-  _prefill_missing([pending.prompt for _, pending in entering], prefill)
-  batches: dict[int, list] = {}
+  _prefill_missing([pending.prompt for _, pending in entering], waiting, prefill)
+  rows: dict[int, list] = {}
   for slot, pending in entering:
     running[slot] = pending
-    batches.setdefault(id(pending.prompt.prefilled), []).append((slot, pending))
-  for group in batches.values():
-    entry = _entry(group, len(running), config)
-    slots = device.enter(slots, group[0][1].prompt.prefilled, entry)
+    rows.setdefault(id(pending.prompt.prefilled), []).append((slot, pending))
+  for group in rows.values():
+    longest = max(pending.prompt.prefill_length for _, pending in group)
+    width = min(_round_up(longest or 1, 2 * LENGTH_BUCKET), slots.length)
+    slots = device.enter(slots, group[0][1].prompt.prefilled, _entry(group, len(running), config),
+                         width=width)
   for _, pending in entering:
     pending.prompt.samples_waiting -= 1
     if not pending.prompt.samples_waiting:
@@ -182,20 +189,35 @@ def _fill(slots, running, waiting, prefill, config):
   return slots
 
 
-def _prefill_missing(prompts, prefill) -> None:
-  """Prefills all but the last token of prompts that are not yet: that one is fed by the first decode step."""
-  missing = [p for p in dict((id(p), p) for p in prompts).values() if p.prefilled is None]
+def _prefill_missing(needed, waiting, prefill) -> None:
+  """Prefills the prompts that are not yet; what room is left in the last row goes to those that come next."""
+  upcoming = (pending.prompt for pending in waiting)
+  missing = {id(prompt): prompt for prompt in needed if prompt.prefilled is None}
   while missing:
-    size = next((size for size in PREFILL_BATCHES if size >= len(missing)), PREFILL_BATCHES[-1])
-    batch, missing = missing[:size], missing[size:]
-    width = _round_up(max(len(p.tokens) - 1 for p in batch) or 1, PROMPT_BUCKET)
-    tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
-    for row, prompt in enumerate(batch):
-      lengths[row] = len(prompt.tokens) - 1
-      tokens[row, :lengths[row]] = prompt.tokens[:-1]
-    prefilled = prefill(tokens, lengths)
-    for row, prompt in enumerate(batch):
-      prompt.prefilled, prompt.row = prefilled, row
+    row: list[_Prompt] = []
+    used = 0
+    for prompt in itertools.chain(list(missing.values()), upcoming):
+      if prompt.prefilled is not None or any(prompt is other for other in row):
+        continue
+      if row and used + prompt.prefill_length > PREFILL_TOKENS:
+        break
+      row.append(prompt)
+      used += prompt.prefill_length
+      missing.pop(id(prompt), None)
+    _prefill_row(row, _round_up(used or 1, PREFILL_TOKENS), prefill)
+
+
+def _prefill_row(prompts: Sequence[_Prompt], length: int, prefill) -> None:
+  tokens, positions, segment_ids = np.zeros((3, length), np.int32)
+  start = 0
+  for number, prompt in enumerate(prompts, start=1):
+    end = start + prompt.prefill_length
+    tokens[start:end], segment_ids[start:end] = prompt.tokens[:-1], number
+    positions[start:end] = np.arange(end - start)
+    prompt.start, start = start, end
+  prefilled = prefill(tokens, positions, segment_ids)
+  for prompt in prompts:
+    prompt.prefilled = prefilled
 
 
 def _entry(group, num_slots: int, config: ModelConfig) -> device.Entry:
@@ -211,9 +233,9 @@ def _entry(group, num_slots: int, config: ModelConfig) -> device.Entry:
     stop_ids[row, :len(request.stop_ids)] = request.stop_ids
   return device.Entry(
     slot=column((slot for slot, _ in group), np.int32, fill=num_slots),
-    prompt=column((p.prompt.row for p in pendings), np.int32),
+    start=column((p.prompt.start for p in pendings), np.int32),
     token=column((p.prompt.tokens[-1] for p in pendings), np.int32),
-    position=column((len(p.prompt.tokens) - 1 for p in pendings), np.int32),
+    position=column((p.prompt.prefill_length for p in pendings), np.int32),
     limit=column((_new_tokens(r, config) for r in requests), np.int32),
     seeds=_seed_keys(column((r.seed % 2**32 for r in requests), np.uint32),
                      column((p.sample_index for p in pendings), np.int32)),

@@ -65,8 +65,8 @@ unembed = jax.jit(transformer.unembed)
 
 
 def empty_cache(config, batch, width, fill=0.0):
-  shape = (batch, config.num_kv_heads, width, config.head_dim)
-  return tuple((jnp.full(shape, fill), jnp.full(shape, fill)) for _ in range(config.num_layers))
+  keys = jnp.full((batch, config.num_kv_heads, config.head_dim, width), fill)
+  return tuple((keys, keys.swapaxes(2, 3)) for _ in range(config.num_layers))
 
 
 @pytest.mark.parametrize("facts", [{}, {"tie_embeddings": True, "rope_base": 500.0, "num_kv_heads": 4},
@@ -135,6 +135,22 @@ def test_cached_decode_token_by_token_equals_the_full_forward(tiny_config, tiny_
                              atol=1e-5)
 
 
+def test_the_kept_keys_and_values_are_what_a_cache_is_filled_with(tiny_config, tiny_params,
+                                                                    tiny_rollout_params):
+  """From per-layer and from stacked weights."""
+  tokens, positions = make_tokens(2, 6), jnp.broadcast_to(jnp.arange(6), (2, 6))
+  mask = attention.causal_mask(jnp.full(2, 6), 6)
+  _, filled = forward(tiny_rollout_params, tiny_config, tokens, positions=positions, mask=mask,
+                      cache=empty_cache(tiny_config, 2, 6))
+  keep = jax.jit(transformer.forward, static_argnames=("config", "keep"))
+  _, kept = keep(tiny_rollout_params, tiny_config, tokens, positions=positions, mask=mask, keep=True)
+  _, stacked = keep(tiny_params, tiny_config, tokens, positions=positions, mask=mask, keep=True)
+  for layer in range(tiny_config.num_layers):
+    for half in range(2):
+      np.testing.assert_allclose(kept[layer][half], filled[layer][half], atol=1e-6)
+      np.testing.assert_allclose(stacked[half][layer], filled[layer][half], atol=1e-6)
+
+
 def test_padded_prefill_then_decode_equals_each_row_alone(tiny_config, tiny_params, tiny_rollout_params):
   """Rows of unlike lengths, padded with real ids; their next tokens follow at once."""
   tokens, lengths, width = make_tokens(3, 9), np.array([9, 1, 4]), 16
@@ -167,8 +183,8 @@ def test_positions_outside_the_cache_are_not_written(tiny_config, tiny_rollout_p
     tiny_rollout_params, tiny_config, make_tokens(3, 2), positions=positions,
     mask=attention.cache_mask(positions, width), cache=cache)
   for layer in written:
-    for part in layer:
-      touched = np.any(np.asarray(part) != 5.0, axis=(1, 3))
+    for part, others in zip(layer, ((1, 2), (1, 3)), strict=True):
+      touched = np.any(np.asarray(part) != 5.0, axis=others)
       np.testing.assert_array_equal(touched, [[True, False, False, False], [False, False, False, True],
                                               [False] * 4])
 

@@ -100,6 +100,7 @@ def test_a_sample_depends_on_its_request_alone(tiny_config, tiny_rollout_params,
   """
   sizes, real = [], device.gather
   monkeypatch.setattr(device, "gather", lambda slots, index: sizes.append(len(index)) or real(slots, index))
+  monkeypatch.setattr(engine, "MIN_SLOTS", 8)
   together = run(tiny_rollout_params, tiny_config, MIXED)
   assert not sizes
   others = [run(tiny_rollout_params, tiny_config, MIXED[::-1]),
@@ -277,12 +278,29 @@ def test_a_prompt_is_prefilled_once(tiny_config, tiny_rollout_params, monkeypatc
   prefilled = []
   real = device.prefill
 
-  def spy(params, tokens, lengths, **kwargs):
-    prefilled.extend(tuple(row[:n]) for row, n in zip(tokens, lengths, strict=True) if n)
-    return real(params, tokens, lengths, **kwargs)
+  def spy(params, tokens, positions, segment_ids, **kwargs):
+    prefilled.extend(tuple(tokens[segment_ids == number]) for number in range(1, segment_ids.max() + 1))
+    return real(params, tokens, positions, segment_ids, **kwargs)
 
   monkeypatch.setattr(device, "prefill", spy)
   requests = [request("a", length=7, num_samples=13), request("b", length=12, num_samples=5),
               request("c", length=7, num_samples=6, seed=9)]
   run(tiny_rollout_params, tiny_config, requests)
   assert sorted(prefilled) == sorted(tuple(make_prompt(n)[:-1]) for n in (7, 12))
+
+
+def test_samples_do_not_depend_on_how_prompts_are_packed_for_prefill(tiny_config, tiny_rollout_params,
+                                                                     monkeypatch):
+  """Rows of 16 tokens: prompts that share a row, that need one alone, that are longer, of one token."""
+  requests = [request(str(n), length=n, num_samples=2, temperature=0.0, max_new_tokens=10)
+              for n in (1, 5, 30, 9, 17, 16, 2, 8)]
+  plain = run(tiny_rollout_params, tiny_config, requests)
+  lengths, real = [], device.prefill
+  monkeypatch.setattr(device, "prefill", lambda params, tokens, *args, **kwargs: (
+    lengths.append(len(tokens)), real(params, tokens, *args, **kwargs))[1])
+  monkeypatch.setattr(engine, "PREFILL_TOKENS", 16)
+  packed = run(tiny_rollout_params, tiny_config, requests)
+  assert set(lengths) == {16, 32}
+  for key, sample in packed.items():
+    np.testing.assert_array_equal(sample.tokens, plain[key].tokens)
+    np.testing.assert_allclose(sample.logprobs, plain[key].logprobs, atol=1e-5)
