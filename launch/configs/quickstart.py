@@ -18,13 +18,13 @@ def get_config() -> config.Config:
     model=config.ModelSection(path="smollm2-135m-instruct"),
     domain=config.DomainSection(name="python_functions"),
     rollout=config.RolloutSection(
-      tasks_per_update=8, samples_per_task=4, max_new_tokens=48, temperature=0.7,
-      stop_strings=CLOSED, slots=64),
+      tasks_per_update=4, samples_per_task=8, max_new_tokens=48, temperature=0.6,
+      stop_strings=CLOSED, slots=32),
     learner=config.LearnerSection(
-      learning_rate=4e-5, row_length=480, remat="elementwise"),
+      learning_rate=2.5e-5, row_length=544, remat="elementwise"),
     evaluation=config.EvaluationSection(
-      held_out_tasks=216, unseen_tasks=64, samples_per_task=4, sampled_tasks=40, pass_at=(1, 4),
+      held_out_tasks=204, unseen_tasks=40, samples_per_task=4, sampled_tasks=20, pass_at=(1, 4),
       max_new_tokens=48, stop_strings=CLOSED),
-    checkpoint=config.CheckpointSection(every_updates=11, keep=2),
-    run=config.RunSection(directory="runs/quickstart", seed=0, updates=22),
+    checkpoint=config.CheckpointSection(every_updates=14, keep=2),
+    run=config.RunSection(directory="runs/quickstart", seed=0, updates=28),
   )

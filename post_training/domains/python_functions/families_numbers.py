@@ -56,7 +56,8 @@ def booleans() -> list[Spec]:
            f"X < {k}", k),
       spec("both_above", "int int", f"True if X and Y are both greater than {k}",
            f"X > {k} and Y > {k}", k, k, k + 20),
-      spec("either_above", "int int", f"True if X is greater than {k} or Y is greater than {k}",
+      spec("either_above", "int int", f"True if X is greater than {k} or Y is greater than {k}|"
+           f"X > {k} or Y > {k}",
            f"X > {k} or Y > {k}", k, k - 50),
       spec("sum_above", "int int", f"True if X plus Y is greater than {k}", f"X + Y > {k}", k + 30, -30),
     ]
@@ -69,11 +70,11 @@ def number_theory() -> list[Spec]:
     out += [
       spec("divisible", "nat", f"True if X is divisible by {k}|whether X is a multiple of {k}",
            f"X % {k} == 0", *turning_points(k)),
-      spec("not_divisible", "nat", f"True if X is not divisible by {k}",
+      spec("not_divisible", "nat", f"True if X is not divisible by {k}|True if X % {k} is not 0",
            f"X % {k} != 0", *turning_points(k)),
       spec("remainder", "nat", f"the remainder of X divided by {k}|X modulo {k}", f"X % {k}", k),
       spec("quotient", "nat", f"X divided by {k}, rounded down|X // {k}", f"X // {k}", k),
-      spec("sum_mod", "nat nat", f"the sum of X and Y, modulo {k}", f"(X + Y) % {k}", k),
+      spec("sum_mod", "nat nat", f"the sum of X and Y, modulo {k}|(X + Y) % {k}", f"(X + Y) % {k}", k),
     ]
   return out
 
@@ -105,8 +106,9 @@ def ranges() -> list[Spec]:
            f"[i + {k} for i in range(X)]"),
       spec("squares_plus", "small", f"a list of i * i + {k} for i in range(X)",
            f"[i * i + {k} for i in range(X)]"),
-      spec("constants", "small", f"a list with {k} repeated X times", f"[{k}] * X"),
-      spec("count_up", "nat", f"the numbers from {k} up to but not including X, as a list",
+      spec("constants", "small", f"a list with {k} repeated X times|[{k}] * X", f"[{k}] * X"),
+      spec("count_up", "nat", f"the numbers from {k} up to but not including X, as a list|"
+           f"list(range({k}, X))",
            f"list(range({k}, X))", k, k + 4),
     ]
   return out

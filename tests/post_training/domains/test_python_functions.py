@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -152,3 +153,13 @@ def test_the_registry_names_the_nearest_domain_and_the_splits():
     base.get_domain("python_function")
   with pytest.raises(ValueError, match="train, held_out, unseen_family"):
     base.get_domain("python_functions").tasks("heldout")
+
+
+def test_every_phrasing_is_whole():
+  """Quotes close, and what the function is given is named, so no phrasing was cut at a mark it contains."""
+  for family in (*SEEN.values(), *UNSEEN.values()):
+    for spec in family():
+      for phrasing in spec.what:
+        assert phrasing.count("'") % 2 == 0, spec
+        named = set(re.findall(r"\b[XYZ]\b", phrasing))
+        assert named == set(re.findall(r"\b[XYZ]\b", spec.body)), spec
