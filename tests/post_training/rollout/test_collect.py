@@ -121,15 +121,15 @@ def test_tasks_with_equal_prompts_have_seeds_of_their_own(byte_tokenizer):
 
 
 def test_kinds_share_one_prefill_of_the_prompt(generate, byte_tokenizer, monkeypatch):
-  rows, real = [], engine.device.prefill
+  prompts, real = [], engine.device.prefill
 
-  def spy(params, tokens, lengths, **kwargs):
-    rows.extend(n for n in lengths if n)
-    return real(params, tokens, lengths, **kwargs)
+  def spy(params, tokens, positions, segment_ids, **kwargs):
+    prompts.extend(range(segment_ids.max()))
+    return real(params, tokens, positions, segment_ids, **kwargs)
 
   monkeypatch.setattr(engine.device, "prefill", spy)
   collect(generate, byte_tokenizer)
-  assert len(rows) == len(TASKS)
+  assert len(prompts) == len(TASKS)
 
 
 @pytest.mark.parametrize(("lost", "tries", "outcome"), [
