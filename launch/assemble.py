@@ -15,7 +15,7 @@ from wootz.data import chat
 from wootz.data.records import Task
 from wootz.data.task_pool import TaskPool
 from wootz.data.tokenizer import Tokenizer, from_gguf_metadata, from_hf
-from wootz.launch.config import Config, ConfigError, LearnerSection, ModelSection
+from wootz.launch.config import Config, ConfigError, LearnerSection, ModelSection, RolloutSection
 from wootz.models import gguf, hf, lora, pretrained, published, transformer
 from wootz.models.config import ModelConfig
 from wootz.models.params import Tree, init_params
@@ -148,15 +148,20 @@ def make_suite(config: Config, domain: Domain) -> suite.Suite:
                      section.max_new_tokens, section.stop_strings)
 
 
+def make_sampling(section: RolloutSection, *, num_samples: int) -> Sampling:
+  """How training tasks are sampled."""
+  return Sampling(num_samples=num_samples, temperature=section.temperature,
+                  max_new_tokens=section.max_new_tokens, top_k=section.top_k, top_p=section.top_p,
+                  stop_strings=section.stop_strings)
+
+
 def make_plan(config: Config, domain: Domain, schedule: Any) -> loop.Plan:
   """The run in plain values."""
   rollout, learner = config.rollout, config.learner
   return loop.Plan(
     directory=pathlib.Path(config.run.directory), seed=config.run.seed, updates=config.run.updates,
     tasks_per_update=rollout.tasks_per_update,
-    sampling=Sampling(num_samples=rollout.samples_per_task, temperature=rollout.temperature,
-                      max_new_tokens=rollout.max_new_tokens, top_k=rollout.top_k,
-                      top_p=rollout.top_p, stop_strings=rollout.stop_strings),
+    sampling=make_sampling(rollout, num_samples=rollout.samples_per_task),
     packing=learning.Packing(learner.row_length, learner.rows_per_microbatch, learner.minibatches,
                              learner.epochs),
     curriculum_mode=rollout.curriculum,

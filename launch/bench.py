@@ -50,12 +50,14 @@ def _add_grpo(parser: argparse.ArgumentParser) -> None:
   add("--seed", type=int, default=0, help="of the sampling")
   add("--peer_venv", type=pathlib.Path, default=pathlib.Path(".venv-trl"),
       help="TRL's virtual environment; made here unless there is one")
-  add("--peer_batch", type=_positive, default=8, help="TRL's per_device_train_batch_size")
-  add("--peer_checkpointing", action=argparse.BooleanOptionalAction, default=False,
-      help="TRL's gradient_checkpointing: slower, less memory")
-  add("--remat", choices=("none", "elementwise", "full"), default="elementwise",
+  add("--peer_batch", type=_positive, default=grpo.Work.peer_batch,
+      help="TRL's per_device_train_batch_size")
+  add("--peer_checkpointing", action=argparse.BooleanOptionalAction,
+      default=grpo.Work.peer_checkpointing, help="TRL's gradient_checkpointing: slower, less memory")
+  add("--remat", choices=("none", "elementwise", "full"), default=grpo.Work.remat,
       help="Wootz's learner.remat: more takes less memory")
-  add("--rows", type=_positive, default=2, help="Wootz's learner.rows_per_microbatch; a row is one group")
+  add("--rows", type=_positive, default=grpo.Work.rows,
+      help="Wootz's learner.rows_per_microbatch; a row is one group")
   add("--output", type=pathlib.Path, help="file for all figures, as JSON")
 
 

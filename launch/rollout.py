@@ -18,10 +18,10 @@ from absl import flags
 from wootz.data.records import Outcome, Task, Trajectory
 from wootz.data.store import TrajectoryWriter
 from wootz.data.task_pool import TaskPool, TaskPoolState
-from wootz.launch import config_flags, program
+from wootz.launch import assemble, config_flags, program
 from wootz.launch.config import Config
 from wootz.post_training.domains.base import get_domain
-from wootz.post_training.rollout.collect import Sampling, collect
+from wootz.post_training.rollout.collect import collect
 
 UPDATE = 0  # the label of all trajectories in the store
 
@@ -38,8 +38,7 @@ def sample_graded(config: Config, weights: program.Weights, tasks: Sequence[Task
   section, domain = config.rollout, get_domain(config.domain.name)
   if num_samples < 1:
     raise ValueError(f"--samples={num_samples}: at least one sample per task is needed")
-  sampling = Sampling(num_samples, section.temperature, section.max_new_tokens, section.top_k, section.top_p,
-                      section.stop_strings)
+  sampling = assemble.make_sampling(section, num_samples=num_samples)
   generate = program.generator(weights, slots=section.slots)
   size = max(1, 2 * section.slots // num_samples)
   for start in range(0, len(tasks), size):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ class Sample:
   stop_string: str | None = None  # the one that ended it
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # told apart by identity
 class _Prompt:
   """A prompt, and once prefilled its place in a packed row of prompts."""
 
@@ -192,22 +192,26 @@ def _fill(slots, running, waiting, prefill, config):
 def _prefill_missing(needed, waiting, prefill) -> None:
   """Prefills the prompts that are not yet; what room is left in the last row goes to those that come next."""
   upcoming = (pending.prompt for pending in waiting)
-  missing = {id(prompt): prompt for prompt in needed if prompt.prefilled is None}
-  while missing:
-    row: list[_Prompt] = []
-    used = 0
-    for prompt in itertools.chain(list(missing.values()), upcoming):
-      if prompt.prefilled is not None or any(prompt is other for other in row):
-        continue
-      if row and used + prompt.prefill_length > PREFILL_TOKENS:
-        break
-      row.append(prompt)
-      used += prompt.prefill_length
-      missing.pop(id(prompt), None)
-    _prefill_row(row, _round_up(used or 1, PREFILL_TOKENS), prefill)
+  while missing := [prompt for prompt in needed if prompt.prefilled is None]:
+    _prefill_row(_next_row(itertools.chain(missing, upcoming)), prefill)
 
 
-def _prefill_row(prompts: Sequence[_Prompt], length: int, prefill) -> None:
+def _next_row(prompts: Iterable[_Prompt]) -> list[_Prompt]:
+  """The first of the prompts not yet prefilled, and those after it that fit a row with it."""
+  row: dict[_Prompt, None] = {}
+  used = 0
+  for prompt in prompts:
+    if prompt.prefilled is not None or prompt in row:
+      continue
+    if row and used + prompt.prefill_length > PREFILL_TOKENS:
+      break
+    row[prompt] = None
+    used += prompt.prefill_length
+  return list(row)
+
+
+def _prefill_row(prompts: Sequence[_Prompt], prefill) -> None:
+  length = _round_up(sum(prompt.prefill_length for prompt in prompts) or 1, PREFILL_TOKENS)
   tokens, positions, segment_ids = np.zeros((3, length), np.int32)
   start = 0
   for number, prompt in enumerate(prompts, start=1):

@@ -70,6 +70,16 @@ def wait_for(condition, process, seconds=300):
     time.sleep(0.02)
 
 
+def kill_and_resume(directory, settings, condition, straight):
+  """Starts a run, kills it with -9 once the condition holds, and resumes it to the same end as `straight`."""
+  process = start(directory, settings)
+  wait_for(condition, process)
+  process.kill()
+  process.communicate()
+  resumed = run(directory, settings, "--resume")
+  assert resumed.returncode == straight[1].returncode, resumed.stdout + resumed.stderr
+
+
 def fingerprint(directory, settings):
   """Digest of everything the newest checkpoint holds."""
   overrides = {**settings, "run.directory": str(directory)}
@@ -136,18 +146,13 @@ def test_killed_and_resumed_ends_with_the_same_bits(moment, straight, tiny, tmp_
   """CK-4, CK-6: kill -9 at different moments; the resumed run equals the one that was never killed."""
   directory = tmp_path / "run"
   checkpoints = directory / loop.CHECKPOINT_FOLDER
-  process = start(directory, tiny)
   conditions = {
     "first checkpoint": lambda: (checkpoints / "step_00000001").exists(),
     "in a rollout": lambda: (directory / report.BEFORE_FILE).exists(),
     "in a save": lambda: list(checkpoints.glob("step_00000002.*tmp*")) or
                          (checkpoints / "step_00000002").exists(),
   }
-  wait_for(conditions[moment], process)
-  process.kill()
-  process.communicate()
-  resumed = run(directory, tiny, "--resume")
-  assert resumed.returncode == straight[1].returncode, resumed.stdout + resumed.stderr
+  kill_and_resume(directory, tiny, conditions[moment], straight)
   assert fingerprint(directory, tiny) == fingerprint(straight[0], tiny)
   # Each task was trained on exactly once, and each update is reported once.
   assert [row["update"] for row in read_metrics(directory)] == [1, 2, 3, 4]
@@ -159,12 +164,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(moment, straight, tiny, tmp_
 def test_several_updates_lost_between_checkpoints_are_done_again(straight, tiny, tmp_path):
   """Killed two updates behind the newest checkpoint."""
   directory, settings = tmp_path / "run", tiny | {"checkpoint.every_updates": "4"}
-  process = start(directory, settings)
-  wait_for(lambda: len(read_metrics(directory)) >= 2, process)
-  process.kill()
-  process.communicate()
-  resumed = run(directory, settings, "--resume")
-  assert resumed.returncode == straight[1].returncode, resumed.stdout + resumed.stderr
+  kill_and_resume(directory, settings, lambda: len(read_metrics(directory)) >= 2, straight)
   assert fingerprint(directory, tiny) == fingerprint(straight[0], tiny)
   assert [row["update"] for row in read_metrics(directory)] == [1, 2, 3, 4]
 

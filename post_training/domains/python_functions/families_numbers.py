@@ -56,8 +56,7 @@ def booleans() -> list[Spec]:
            f"X < {k}", k),
       spec("both_above", "int int", f"True if X and Y are both greater than {k}",
            f"X > {k} and Y > {k}", k, k, k + 20),
-      spec("either_above", "int int", f"True if X is greater than {k} or Y is greater than {k}|"
-           f"X > {k} or Y > {k}",
+      spec("either_above", "int int", f"True if X is greater than {k} or Y is greater than {k}|=",
            f"X > {k} or Y > {k}", k, k - 50),
       spec("sum_above", "int int", f"True if X plus Y is greater than {k}", f"X + Y > {k}", k + 30, -30),
     ]
@@ -73,8 +72,8 @@ def number_theory() -> list[Spec]:
       spec("not_divisible", "nat", f"True if X is not divisible by {k}|True if X % {k} is not 0",
            f"X % {k} != 0", *turning_points(k)),
       spec("remainder", "nat", f"the remainder of X divided by {k}|X modulo {k}", f"X % {k}", k),
-      spec("quotient", "nat", f"X divided by {k}, rounded down|X // {k}", f"X // {k}", k),
-      spec("sum_mod", "nat nat", f"the sum of X and Y, modulo {k}|(X + Y) % {k}", f"(X + Y) % {k}", k),
+      spec("quotient", "nat", f"X divided by {k}, rounded down|=", f"X // {k}", k),
+      spec("sum_mod", "nat nat", f"the sum of X and Y, modulo {k}|=", f"(X + Y) % {k}", k),
     ]
   return out
 
@@ -106,9 +105,8 @@ def ranges() -> list[Spec]:
            f"[i + {k} for i in range(X)]"),
       spec("squares_plus", "small", f"a list of i * i + {k} for i in range(X)",
            f"[i * i + {k} for i in range(X)]"),
-      spec("constants", "small", f"a list with {k} repeated X times|[{k}] * X", f"[{k}] * X"),
-      spec("count_up", "nat", f"the numbers from {k} up to but not including X, as a list|"
-           f"list(range({k}, X))",
+      spec("constants", "small", f"a list with {k} repeated X times|=", f"[{k}] * X"),
+      spec("count_up", "nat", f"the numbers from {k} up to but not including X, as a list|=",
            f"list(range({k}, X))", k, k + 4),
     ]
   return out

@@ -24,7 +24,7 @@ def strings() -> list[Spec]:
       spec("add_prefix", "word", f"'{part}' followed by X|X with '{part}' added at the start",
            f"'{part}' + X"),
       spec("upper_suffix", "word", f"X in upper case followed by '{c}'", f"X.upper() + '{c}'", c),
-      spec("replace", "word", f"X with every '{c}' replaced by '{other}'|X.replace('{c}', '{other}')",
+      spec("replace", "word", f"X with every '{c}' replaced by '{other}'|=",
            f"X.replace('{c}', '{other}')", c),
       spec("repeat_plus", "word", f"X repeated {i % 8 + 2} times, followed by '{c}'",
            f"X * {i % 8 + 2} + '{c}'"),
@@ -36,14 +36,14 @@ def string_tests() -> list[Spec]:
   out = []
   for k, (c, part) in enumerate(zip(LETTERS, _PARTS, strict=True), start=1):
     out += [
-      spec("count_letter", "text", f"the number of times '{c}' occurs in X|X.count('{c}')",
+      spec("count_letter", "text", f"the number of times '{c}' occurs in X|=",
            f"X.count('{c}')", c),
       spec("has_letter", "word", f"True if '{c}' is in X|whether '{c}' in X", f"'{c}' in X",
            c),
-      spec("starts", "word", f"True if X starts with '{part}'|X.startswith('{part}')",
+      spec("starts", "word", f"True if X starts with '{part}'|=",
            f"X.startswith('{part}')",
            part, part + "im", part[:-1], "a" + part),
-      spec("ends", "word", f"True if X ends with '{part}'|X.endswith('{part}')", f"X.endswith('{part}')",
+      spec("ends", "word", f"True if X ends with '{part}'|=", f"X.endswith('{part}')",
            part, "mi" + part, part[1:], part + "a"),
       spec("length_plus", "word", f"the length of X plus {k}", f"len(X) + {k}"),
     ]
@@ -55,17 +55,17 @@ def slicing() -> list[Spec]:
   out = []
   for k in range(2, 10):
     out += [
-      _slice("first", k, f"the first {k} UNITS of X|X[:{k}]", f"X[:{k}]"),
-      _slice("last", k, f"the last {k} UNITS of X|X[-{k}:]", f"X[-{k}:]"),
-      _slice("skip", k, f"X without its first {k} UNITS|X[{k}:]", f"X[{k}:]"),
-      _slice("drop", k, f"X without its last {k} UNITS|X[:-{k}]", f"X[:-{k}]"),
-      _slice("reversed", k, f"the first {k} UNITS of X[::-1]|X[::-1][:{k}]", f"X[::-1][:{k}]"),
+      _slice("first", k, f"the first {k} UNITS of X|=", f"X[:{k}]"),
+      _slice("last", k, f"the last {k} UNITS of X|=", f"X[-{k}:]"),
+      _slice("skip", k, f"X without its first {k} UNITS|=", f"X[{k}:]"),
+      _slice("drop", k, f"X without its last {k} UNITS|=", f"X[:-{k}]"),
+      _slice("reversed", k, f"the first {k} UNITS of X[::-1]|=", f"X[::-1][:{k}]"),
     ]
   for i in range(1, 9):
-    out += [_slice("part", i + j, f"the slice of X from index {i} to {j}|X[{i}:{j}]", f"X[{i}:{j}]")
+    out += [_slice("part", i + j, f"the slice of X from index {i} to {j}|=", f"X[{i}:{j}]")
             for j in range(i + 2, min(i + 10, 13))]
   for i in range(2, 8):
-    out += [_slice("ends", i + j, f"the first {i} UNITS of X plus the last {j}|X[:{i}] + X[-{j}:]",
+    out += [_slice("ends", i + j, f"the first {i} UNITS of X plus the last {j}|=",
                    f"X[:{i}] + X[-{j}:]") for j in range(2, 8)]
   return out
 
@@ -85,11 +85,11 @@ def formatting() -> list[Spec]:
       spec("tag", "word", f"the string '{name}=' followed by X|'{name}=' plus X", f"'{name}=' + X"),
       spec("label_number", "int", f"the string '{name}: ' followed by the number X",
            f"f'{name}: {{X}}'"),
-      spec("join_list", "words", f"the strings in X joined with '{mark}'|'{mark}'.join(X)",
+      spec("join_list", "words", f"the strings in X joined with '{mark}'|=",
            f"'{mark}'.join(X)"),
-      spec("wrap", "word", f"X with '{mark}' before and after it|'{mark}' + X + '{mark}'",
+      spec("wrap", "word", f"X with '{mark}' before and after it|=",
            f"'{mark}' + X + '{mark}'"),
-      spec("join_two", "word word", f"X, then '{mark}', then Y, as one string|X + '{mark}' + Y",
+      spec("join_two", "word word", f"X, then '{mark}', then Y, as one string|=",
            f"X + '{mark}' + Y"),
     ]
   return out

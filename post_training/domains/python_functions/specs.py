@@ -58,9 +58,13 @@ class Spec:
 
 
 def spec(name: str, kinds: str, what: str, body: str, *focus: int | str) -> Spec:
-  """A Spec in shorthand: kinds parted by blanks, phrasings by `|`, a body without its `return`."""
+  """A Spec in shorthand: kinds parted by blanks, phrasings by `|`, a body without its `return`.
+
+  The phrasing `=` is the body itself, spelled out.
+  """
+  phrasings = tuple(body if phrasing == "=" else phrasing for phrasing in map(str.strip, what.split("|")))
   body = body if "\n" in body or body.startswith("return") else f"return {body}"
-  return Spec(name, tuple(kinds.split()), tuple(p.strip() for p in what.split("|")), body, focus)
+  return Spec(name, tuple(kinds.split()), phrasings, body, focus)
 
 
 def choose_names(spec: Spec, rng: random.Random) -> dict[str, str]:
